@@ -1,0 +1,54 @@
+"""Moving averages of weights, any number of them.
+
+Owns: the averaged copies, one fused update per step. Does not own: which
+average is evaluated or saved under which name.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Averages:
+    """Exponential moving averages of a model's trained weights, one per decay."""
+
+    def __init__(self, model: nn.Module, decays: tuple[float, ...]) -> None:
+        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._sources = [p for p in model.parameters() if p.requires_grad]
+        self.copies = {
+            decay: [p.detach().clone() for p in self._sources] for decay in decays
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move every average towards the present weights: a += (1 - decay) (w - a)."""
+        for decay, copies in self.copies.items():
+            torch._foreach_lerp_(copies, self._sources, 1 - decay)
+
+    @contextmanager
+    def applied(self, decay: float) -> Iterator[None]:
+        """Put the average of `decay` into the model inside the block, and the weights back after."""
+        self._swap(decay)
+        try:
+            yield
+        finally:
+            self._swap(decay)
+
+    @torch.no_grad()
+    def _swap(self, decay: float) -> None:
+        for source, copy in zip(self._sources, self.copies[decay], strict=True):
+            held = source.detach().clone()
+            source.copy_(copy)
+            copy.copy_(held)
+
+    def state(self, decay: float) -> dict[str, Tensor]:
+        """Return one average under the model's parameter names."""
+        return dict(zip(self._names, self.copies[decay], strict=True))
+
+    @torch.no_grad()
+    def load_state(self, decay: float, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state` returned."""
+        for name, copy in zip(self._names, self.copies[decay], strict=True):
+            copy.copy_(state[name])

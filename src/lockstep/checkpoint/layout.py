@@ -1,0 +1,256 @@
+"""What one checkpoint is on disk: a manifest, and one safetensors file per part.
+
+Owns: the bytes of both, how they are flushed, and proving that they are the
+ones that were written. Does not own: where a checkpoint stands, or how long.
+
+    step_00000120/
+      manifest.json           step, recipe, meta, skeletons; size and hash of every file
+      model.safetensors       readable without lockstep
+      optimizer.safetensors
+"""
+
+import hashlib
+import json
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lockstep.checkpoint.state import FILE_DTYPES, RESERVED_NAME, flatten, unflatten
+from lockstep.errors import CheckpointError, closest
+
+FORMAT_VERSION: Final = 1
+MANIFEST: Final = "manifest.json"
+STEP_FOLDER: Final = re.compile(r"step_(\d{8,})")
+CHUNK_BYTES: Final = 16 * 2**20
+_PLAIN_NAME: Final = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")
+_SEAL: Final = re.compile(rb',\n"sha256": "([0-9a-f]{64})"}\n\Z')
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One committed checkpoint. Its tensors stay on disk until asked for."""
+
+    path: Path
+    step: int
+    recipe: str
+    meta: Mapping[str, Any]
+    files: Mapping[str, tuple[int, str]] = field(repr=False)
+    """Size in bytes and SHA-256 of each file."""
+    skeletons: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names `load` takes."""
+        return tuple(self.skeletons)
+
+    def load(self, part: str) -> Any:
+        """Return a part as it was saved, on the CPU; its file is hashed before it is parsed.
+
+        Raises:
+            CheckpointError: there is no such part, or its file is not what was saved.
+        """
+        if part not in self.skeletons:
+            raise CheckpointError(
+                f"{self.path} has no part {part!r}, only {', '.join(self.parts)}",
+                f"load {closest(part, self.parts) or 'one of those'}",
+            )
+        name = file_name(part)
+        check_file(self.path, name, *self.files[name])
+        try:
+            # Cloned out of the mapped file: what later happens to it must not reach the run.
+            with safe_open(self.path / name, framework="pt") as file:
+                tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            return unflatten(self.skeletons[part], tensors)
+        except (SafetensorError, OSError, RecursionError, CheckpointError) as error:
+            raise damaged(self.path, f"{name} cannot be read: {error}") from error
+
+
+def write_checkpoint(
+    folder: Path, step: int, recipe: str, parts: Mapping[str, Any], meta: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint into an empty folder and flush it, the manifest last."""
+    files, skeletons = {}, {}
+    for part, tree in parts.items():
+        tensors, skeletons[part] = flatten(tree)
+        name = file_name(part)
+        files[name] = _write_file(folder / name, _tensor_file(tensors))
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "recipe": recipe,
+        "meta": meta,
+        "files": files,
+        "skeletons": skeletons,
+    }
+    _write_file(folder / MANIFEST, [_seal(manifest)])
+    flush_folder(folder)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint's manifest and compare every file with it.
+
+    Raises:
+        CheckpointError: says which file, and what is wrong with it.
+    """
+    with _opened(folder, MANIFEST) as file:
+        raw = file.read()
+    checkpoint = _parse_manifest(folder, raw)
+    for name, (size_bytes, sha256) in checkpoint.files.items():
+        check_file(folder, name, size_bytes, sha256)
+    return checkpoint
+
+
+def check_file(folder: Path, name: str, size_bytes: int, sha256: str) -> None:
+    """Compare one file of a checkpoint with what its manifest says of it."""
+    with _opened(folder, name) as file:
+        found_bytes = os.fstat(file.fileno()).st_size
+        if found_bytes != size_bytes:
+            raise damaged(folder, f"{name} has {found_bytes:,} bytes instead of {size_bytes:,}")
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != sha256:
+        raise damaged(folder, f"hash mismatch in {name}: {found[:12]} instead of {sha256[:12]}")
+
+
+def plain_name(name: str) -> str:
+    """Return a name that cannot lead out of its folder, or refuse it."""
+    if not _PLAIN_NAME.fullmatch(name):
+        raise CheckpointError(f"{name!r} cannot name a file", "use letters, digits and . _ + = -")
+    return name
+
+
+def file_name(part: str) -> str:
+    """Return the name of the file that holds a part."""
+    return f"{plain_name(part)}.safetensors"
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return how much room the tensors take in a file."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def damaged(folder: Path, what: str) -> CheckpointError:
+    """Return the error for a checkpoint that is not what was written."""
+    return CheckpointError(f"{folder}: {what}", "use an older checkpoint, or copy this one again")
+
+
+def _tensor_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file: header length, JSON header, then the tensors back to back.
+
+    safetensors' own writer refuses tied tensors and does not hash what it writes.
+    """
+    # The widest first, so that each tensor starts at a multiple of its element size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {RESERVED_NAME: {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + num_bytes([tensor])
+        header[name] = {
+            "dtype": FILE_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for _, tensor in ordered:
+        content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(content), CHUNK_BYTES):
+            yield content[start : start + CHUNK_BYTES]
+
+
+def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a new file through to the disk; return its size and hash."""
+    digest = hashlib.sha256()
+    size_bytes = 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for chunk in chunks:
+            digest.update(chunk)
+            size_bytes += len(chunk)
+            rest = memoryview(chunk)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):  # so that reading back asks the disk, not the cache
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    return size_bytes, digest.hexdigest()
+
+
+def _seal(manifest: Mapping[str, Any]) -> bytes:
+    """Return a manifest as JSON, a key to a line, the last line the hash of those before."""
+    try:
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(v)}" for key, v in manifest.items())
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the meta data is not JSON: {error}", "convert it") from error
+    body = f"{{{lines}".encode()
+    return body + f',\n"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
+
+
+def _parse_manifest(folder: Path, raw: bytes) -> Checkpoint:
+    try:
+        manifest = json.loads(raw)
+        version = manifest["format_version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged(folder, f"{MANIFEST} is unreadable: {error!r}") from error
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder} has format version {version!r}; this lockstep reads {FORMAT_VERSION}",
+            "use the version of lockstep that wrote it",
+        )
+    seal = _SEAL.search(raw, max(0, len(raw) - 100))
+    if not seal or hashlib.sha256(raw[: seal.start()]).hexdigest() != seal[1].decode():
+        raise damaged(folder, f"hash mismatch in {MANIFEST}")
+    try:
+        checkpoint = Checkpoint(
+            path=folder,
+            step=int(manifest["step"]),
+            recipe=str(manifest["recipe"]),
+            meta=dict(manifest["meta"]),
+            files={str(name): (int(n), str(sha)) for name, (n, sha) in manifest["files"].items()},
+            skeletons=dict(manifest["skeletons"]),
+        )
+        if set(checkpoint.files) != {file_name(part) for part in checkpoint.parts}:
+            raise ValueError("its files are not those of its parts")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise damaged(folder, f"{MANIFEST} is malformed: {error!r}") from error
+    named = STEP_FOLDER.fullmatch(folder.name)
+    if named and int(named[1]) != checkpoint.step:
+        raise damaged(folder, f"{MANIFEST} is that of step {checkpoint.step}")
+    return checkpoint
+
+
+@contextmanager
+def _opened(folder: Path, name: str) -> Iterator[BufferedReader]:
+    """Open a regular file of a checkpoint; a link or a pipe in its place is refused."""
+    try:
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise damaged(folder, f"{name} is not a regular file")
+            yield file
+    except FileNotFoundError:
+        raise damaged(folder, f"{name} is missing") from None
+    except OSError as error:
+        raise damaged(folder, f"{name} cannot be read: {error}") from error

@@ -1,0 +1,213 @@
+"""What a resumable run consists of: trees of plain values and tensors.
+
+Owns: taking such a tree apart into named tensors and a JSON skeleton, putting
+it together again, copying it out of the way of the next step, and refusing one
+that does not fit the model. Does not own: files, or which trees a run saves.
+Nothing here can run code that came with a checkpoint.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import CheckpointError
+
+FILE_DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Dtypes a safetensors file can name; a tensor of another one is stored as its bytes."""
+
+RESERVED_NAME: Final = "__metadata__"
+MAX_DIFFERENCES_SHOWN: Final = 30
+
+
+def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
+    """Split a tree into its tensors, by dotted name, and a skeleton that JSON can hold.
+
+    A flat dict of tensors keeps its own names. Tensors that are one and the
+    same memory are all named, and the skeleton remembers that they are tied.
+    No tensor is copied.
+
+    >>> flatten({"lr": 0.1, "state": {0: torch.zeros(2)}})[1]
+    {'dict': [['lr', 0.1], ['state', {'dict': [[0, {'tensor': 'state.0'}]]}]]}
+
+    Raises:
+        CheckpointError: something in the tree is neither a plain value nor a dense tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    first_names: dict[object, str] = {}
+
+    def visit(node: Any, path: tuple[str, ...]) -> Any:
+        if node is None or type(node) in (bool, int, str):
+            return node
+        if type(node) is float:
+            return node if math.isfinite(node) else {"float": repr(node)}
+        if isinstance(node, Tensor):
+            return visit_tensor(node, path)
+        if type(node) in (list, tuple):
+            items = [visit(item, (*path, str(index))) for index, item in enumerate(node)]
+            return {type(node).__name__: items}
+        if isinstance(node, dict):
+            for key in node:
+                if type(key) not in (str, int):
+                    raise _unsupported(path, f"has a key of type {_type_name(key)}: {key!r}")
+            return {"dict": [[key, visit(item, (*path, str(key)))] for key, item in node.items()]}
+        raise _unsupported(path, f"is a {_type_name(node)}")
+
+    def visit_tensor(tensor: Tensor, path: tuple[str, ...]) -> dict[str, str]:
+        stored, dtype = _storable(tensor, path)
+        name = ".".join(path)
+        while name in tensors or name == RESERVED_NAME:  # {"a": {"b": t}, "a.b": t}
+            name += "'"
+        node = {"tensor": name}
+        if dtype:
+            node["dtype"] = dtype
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and (first := first_names.setdefault(memory, name)) != name:
+            node["tied_to"], stored = first, tensors[first]
+        tensors[name] = stored
+        return node
+
+    return tensors, visit(tree, ())
+
+
+def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Put together what `flatten` took apart; tied tensors come back as one tensor.
+
+    Raises:
+        CheckpointError: the skeleton is not one, or a tensor is missing.
+    """
+
+    def visit(node: Any) -> Any:
+        match node:
+            case None | bool() | int() | float() | str():
+                return node
+            case {"float": "inf" | "-inf" | "nan" as text}:
+                return float(text)
+            case {"list": list(items)}:
+                return [visit(item) for item in items]
+            case {"tuple": list(items)}:
+                return tuple(visit(item) for item in items)
+            case {"dict": list(items)} if all(_is_item(item) for item in items):
+                return {key: visit(item) for key, item in items}
+            case {"tensor": str(name)} if (stored := node.get("tied_to", name)) in tensors:
+                return _restored(tensors[stored], node.get("dtype"))
+        raise CheckpointError(f"unknown entry in a skeleton: {node!r:.200}", "use another one")
+
+    return visit(skeleton)
+
+
+def snapshot(tree: Any) -> Any:
+    """Return a copy in host memory that no later step can change.
+
+    Ties stay ties; tensors come back contiguous, detached and on the CPU.
+    """
+    tensors, skeleton = flatten(tree)
+    copies = {id(tensor): _host_copy(tensor) for tensor in tensors.values()}
+    return unflatten(skeleton, {name: copies[id(tensor)] for name, tensor in tensors.items()})
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load weights into a model that has exactly those names, shapes and dtypes.
+
+    torch itself would cast a wrong dtype without a word. Nothing is changed
+    unless everything fits.
+
+    Raises:
+        CheckpointError: with one line per difference.
+    """
+    expected: Mapping[str, Any] = model.state_dict()
+    differences = [f"missing     {name}" for name in expected if name not in state]
+    differences += [f"unexpected  {name}" for name in state if name not in expected]
+    for name in (name for name in expected if name in state):
+        wanted, found = _describe(expected[name]), _describe(state[name])
+        if wanted != found:
+            differences.append(f"different   {name}: the model has {wanted}, the file {found}")
+    if differences:
+        shown = differences[:MAX_DIFFERENCES_SHOWN]
+        if len(differences) > len(shown):
+            shown.append(f"and {len(differences) - len(shown)} more")
+        raise CheckpointError(
+            "the saved weights do not fit this model:\n    " + "\n    ".join(shown),
+            "build the model with the settings stored in the checkpoint",
+        )
+    model.load_state_dict(state)
+
+
+def _storable(tensor: Tensor, path: tuple[str, ...]) -> tuple[Tensor, str | None]:
+    """Return the tensor as a file can hold it, and its dtype where that had to be hidden."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise _unsupported(path, f"is a {_type_name(tensor)}, which only looks like a tensor")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise _unsupported(path, f"is not a dense tensor ({kind} on {tensor.device})")
+    try:
+        ".".join(path).encode()
+        dense = tensor.detach().resolve_conj().resolve_neg()
+        if dense.dtype in FILE_DTYPES:
+            return dense, None
+        as_bytes = dense.unsqueeze(-1).view(torch.uint8)
+    except (RuntimeError, UnicodeEncodeError) as error:
+        raise _unsupported(path, f"cannot be stored as {tensor.dtype}: {error}") from error
+    return as_bytes, str(dense.dtype).removeprefix("torch.")
+
+
+def _restored(stored: Tensor, dtype_name: object) -> Tensor:
+    if dtype_name is None:
+        return stored
+    dtype = getattr(torch, str(dtype_name), None)
+    try:
+        if isinstance(dtype, torch.dtype):
+            return stored.view(dtype).squeeze(-1)
+    except RuntimeError:
+        pass
+    raise CheckpointError(
+        f"cannot read {tuple(stored.shape)} {stored.dtype} as {dtype_name!r}",
+        "load it with the version of torch that saved it",
+    )
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.to("cpu").contiguous()
+
+
+def _is_item(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and type(item[0]) in (str, int)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {value.dtype}".replace("torch.", "")
+    return _type_name(value)
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _unsupported(path: tuple[str, ...], what: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot save {'.'.join(path) or 'this'!r}: it {what}".encode("utf-8", "replace").decode(),
+        "keep dicts, lists, tuples, numbers, strings, None and dense tensors; convert the rest",
+    )

@@ -1,0 +1,278 @@
+"""The folder a run saves into: commit, find, keep.
+
+Owns: the one rename that makes a checkpoint exist, the names users know it by,
+and the decision which ones may go. Does not own: what is in a checkpoint, or
+which process saves; there is one writer, and `FolderLock` is how it makes sure.
+
+    checkpoints/
+      lock                                      who writes here
+      step_00000120/                            see layout.py
+      checkpoint_epoch_10.pt -> step_00000120   an alias; what has one is kept
+      superseded_1_step_00000200/               left behind when the run went back
+
+What begins with a dot is unfinished work, and the next save removes it.
+"""
+
+import itertools
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.layout import (
+    MANIFEST,
+    STEP_FOLDER,
+    flush_folder,
+    num_bytes,
+    plain_name,
+    read_checkpoint,
+    write_checkpoint,
+)
+from lockstep.checkpoint.layout import Checkpoint as Checkpoint
+from lockstep.checkpoint.lock import FolderLock as FolderLock
+from lockstep.checkpoint.state import flatten
+from lockstep.errors import CheckpointError, closest
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Any process may read; only one may save, name or set aside."""
+
+    def __init__(
+        self, folder: str | Path, *, keep_last: int | None = 3, recipe: str = "custom"
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise CheckpointError(f"keep_last={keep_last} keeps nothing", "1 or more, or None: all")
+        self.folder = Path(folder)
+        self.keep_last = keep_last
+        self.recipe = recipe
+        self._verified: dict[Path, tuple[object, ...]] = {}
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, or would be."""
+        return self.folder / f"step_{step:08d}"
+
+    def save(self, step: int, parts: Mapping[str, Any], meta: Mapping[str, Any]) -> Path:
+        """Commit a checkpoint and return its folder once it has been read back.
+
+        A valid one of the same step is kept as it is. Older ones that nothing
+        needs any more are removed afterwards.
+
+        Raises:
+            CheckpointError: nothing was committed and what was there is untouched, or what
+                was committed does not read back and nothing was removed.
+        """
+        if step < 0:
+            raise CheckpointError(f"a run cannot be at step {step}", "count from 0")
+        final = self.path(step)
+        aside = final.with_name(f".writing_{final.name}")
+        needed = sum(num_bytes(flatten(tree)[0].values()) for tree in parts.values())
+        try:
+            if self._is_saved(final):
+                return final
+            self._sweep()
+            aside.mkdir(parents=True)
+            write_checkpoint(aside, step, self.recipe, parts, meta)
+            if final.exists():  # and is damaged
+                os.rename(final, final.with_name(f".rejected_{final.name}"))
+            os.rename(aside, final)
+            flush_folder(self.folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot save step {step} in {self.folder}: {error} "
+                f"({needed:,} bytes needed, {_free_bytes(self.folder)} free)",
+                "make room or save elsewhere; earlier checkpoints are untouched",
+            ) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        self.verify(final)
+        self._verified[final] = _fingerprint(final)
+        self._prune(final)
+        return final
+
+    def name(self, step: int, alias: str) -> Path:
+        """Point `alias` (such as `best_model.pt`) at a checkpoint, which retention then keeps.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or the name belongs to something else.
+        """
+        link, target = self.folder / plain_name(alias), self.path(step)
+        if not target.is_dir():
+            raise self._not_found(target.name)
+        is_taken = os.path.lexists(link) and not link.is_symlink()
+        if is_taken or alias == "lock" or STEP_FOLDER.fullmatch(alias):
+            raise CheckpointError(f"{link} is not free to name a checkpoint", "use another name")
+        try:
+            _point(link, target.name)
+        except OSError as error:
+            raise CheckpointError(f"cannot name {link}: {error}", "check the folder") from error
+        return link
+
+    def aliases(self) -> dict[str, str]:
+        """Return each alias with the name of the folder it stands for."""
+        links = (e for e in self._entries() if e.is_symlink() and e.is_dir())
+        return {link.name: Path(link.path).resolve().name for link in links}
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder, valid or not, in ascending order."""
+        names = (e.name for e in self._entries() if e.is_dir(follow_symlinks=False))
+        return sorted(int(match[1]) for name in names if (match := STEP_FOLDER.fullmatch(name)))
+
+    def verify(self, path: str | Path) -> None:
+        """Read a whole checkpoint and compare it with its manifest.
+
+        Raises:
+            CheckpointError: says what is wrong.
+        """
+        read_checkpoint(Path(path))
+
+    def latest(self) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+        """Return the newest checkpoint that verifies, and why each newer one was rejected.
+
+        None with a list that is not empty means that every one is damaged; a
+        run should say so and stop rather than start over.
+
+        Raises:
+            CheckpointError: it belongs to another recipe.
+        """
+        rejected: list[tuple[Path, str]] = []
+        for path in map(self.path, reversed(self.steps())):
+            try:
+                checkpoint = read_checkpoint(path)
+            except CheckpointError as error:
+                rejected.append((path, error.problem))
+            else:
+                return self._of_this_recipe(checkpoint), rejected
+        return None, rejected
+
+    def open(self, path: str | Path) -> Checkpoint:
+        """Return the verified checkpoint a user means: a step folder or an alias.
+
+        A relative path is looked for from here, from this store's folder, and
+        from the folder above it (`checkpoints/checkpoint_epoch_10.pt`).
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it belongs to another recipe.
+        """
+        for base in (Path(), self.folder, self.folder.parent):
+            found = (base / path).resolve()
+            if (found / MANIFEST).exists() or (found.is_dir() and STEP_FOLDER.match(found.name)):
+                return self._of_this_recipe(read_checkpoint(found))
+        raise self._not_found(str(path))
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Rename every checkpoint newer than `step`, so that a rewound run does not meet them.
+
+        Without this a run told to go on from an older checkpoint would take up
+        the abandoned ones again at its next resume. They stay readable, and
+        keep their aliases.
+        """
+        moved = []
+        aliases = self.aliases()
+        for old in (self.path(newer) for newer in self.steps() if newer > step):
+            names = (old.with_name(f"superseded_{n}_{old.name}") for n in itertools.count(1))
+            new = next(name for name in names if not name.exists())
+            try:
+                os.rename(old, new)
+                for alias in (alias for alias, target in aliases.items() if target == old.name):
+                    _point(self.folder / alias, new.name)
+                flush_folder(self.folder)
+            except OSError as error:
+                raise CheckpointError(f"cannot set {old} aside: {error}", "move it") from error
+            moved.append(new)
+        return moved
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        try:
+            return [e for e in os.scandir(self.folder) if not e.name.startswith(".")]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"cannot look into {self.folder}: {error}", "check it") from error
+
+    def _is_saved(self, path: Path) -> bool:
+        try:
+            checkpoint = read_checkpoint(path)
+        except CheckpointError:
+            return False
+        return self._of_this_recipe(checkpoint) is checkpoint
+
+    def _prune(self, just_saved: Path) -> None:
+        """Keep `just_saved`, enough of the newest other valid ones, and all that have a name."""
+        if self.keep_last is None:
+            return
+        aliased = set(self.aliases().values())
+        num_kept = 1
+        for path in map(self.path, reversed(self.steps())):
+            if path == just_saved:
+                continue
+            if num_kept < self.keep_last:
+                num_kept += self._is_verified(path)
+            elif path.name not in aliased:
+                # The new checkpoint is safe by now; a run does not end because an
+                # old one will not go. The next save tries again.
+                with suppress(OSError):
+                    hidden = path.with_name(f".removing_{path.name}")
+                    os.rename(path, hidden)
+                    shutil.rmtree(hidden, ignore_errors=True)
+
+    def _is_verified(self, path: Path) -> bool:
+        """Verify a checkpoint once, and again whenever its files look touched."""
+        found = _fingerprint(path)
+        if self._verified.get(path) != found:
+            try:
+                self.verify(path)
+            except CheckpointError:
+                return False
+            self._verified[path] = found
+        return True
+
+    def _sweep(self) -> None:
+        """Remove what a writer that died left behind."""
+        for kind in ("writing", "removing", "rejected", "naming"):
+            for path in self.folder.glob(f".{kind}_*"):
+                if path.is_symlink():
+                    path.unlink(missing_ok=True)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _of_this_recipe(self, checkpoint: Checkpoint) -> Checkpoint:
+        if checkpoint.recipe != self.recipe:
+            raise CheckpointError(
+                f"{checkpoint.path} belongs to recipe {checkpoint.recipe!r}, "
+                f"this run is {self.recipe!r}",
+                f"resume it with {checkpoint.recipe!r}, or save into another folder",
+            )
+        return checkpoint
+
+    def _not_found(self, wanted: str) -> CheckpointError:
+        existing = [*(self.path(step).name for step in self.steps()), *sorted(self.aliases())]
+        guess = closest(Path(wanted).name, existing)
+        return CheckpointError(
+            f"{wanted!r} is not a checkpoint; {self.folder} holds {', '.join(existing) or 'none'}",
+            f"did you mean {guess!r}?" if guess else "give a step folder or one of those names",
+        )
+
+
+def _point(link: Path, target: str) -> None:
+    """Make or move a symbolic link in one rename."""
+    fresh = link.with_name(f".naming_{link.name}")
+    fresh.unlink(missing_ok=True)
+    os.symlink(target, fresh)
+    os.replace(fresh, link)
+    flush_folder(link.parent)
+
+
+def _free_bytes(folder: Path) -> str:
+    with suppress(OSError):
+        return f"{shutil.disk_usage(folder).free:,}"
+    return "an unknown number"
+
+
+def _fingerprint(folder: Path) -> tuple[object, ...]:
+    """Return what changes when somebody writes to a file of the checkpoint."""
+    with suppress(OSError):
+        found = ((entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(folder))
+        return tuple(sorted((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in found))
+    return ()

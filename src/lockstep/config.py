@@ -1,0 +1,146 @@
+"""RunConfig: everything that decides a run, checked before it starts.
+
+Owns: gathering the sections, turning text into values, and saying what is wrong
+with them. Does not own: the sections; each stands beside the code that reads it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+from lockstep.data.loader import LoaderConfig
+from lockstep.errors import ConfigError, closest
+from lockstep.observe.sinks import SinkConfig
+from lockstep.plan import BatchConfig, RateConfig
+from lockstep.schedule import ScheduleConfig
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Cadence(BaseModel):
+    """When to do something: every so many epochs or steps, and always at the end of the run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every_epochs: PositiveInt | None = 1
+    every_steps: PositiveInt | None = None
+
+    def is_due(self, step: int, steps_per_epoch: int) -> bool:
+        """Say whether it is time after `step` steps; steps, where given, win over epochs.
+
+        >>> [step for step in range(1, 13) if Cadence(every_epochs=2).is_due(step, 3)]
+        [6, 12]
+        """
+        if self.every_steps is not None:
+            return step % self.every_steps == 0
+        return self.every_epochs is not None and step % (self.every_epochs * steps_per_epoch) == 0
+
+
+class EvaluationConfig(Cadence):
+    """When to evaluate, and what makes a checkpoint the best one."""
+
+    batch_size: PositiveInt | None = None
+    best_metric: str = "loss"
+    best_is: Literal["lowest", "highest"] = "lowest"
+
+
+class CheckpointConfig(Cadence):
+    """When to save, and how many unnamed checkpoints to keep."""
+
+    keep_last: PositiveInt = 3
+    background: bool = True
+
+
+class RunConfig(BaseModel):
+    """How to train. What to train is the task's.
+
+    >>> config = RunConfig.parse({"epochs": 3, "batch": {"batch_size": 8}})
+    >>> config.with_overrides(["batch.batch_size=16"]).batch.batch_size
+    16
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    output_dir: str = "output"
+    seed: int = 0
+    epochs: PositiveInt | None = None
+    max_steps: PositiveInt | None = None
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    rate: RateConfig = Field(default_factory=RateConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    loader: LoaderConfig = Field(default_factory=LoaderConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    sinks: SinkConfig = Field(default_factory=SinkConfig)
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
+    max_grad_norm: PositiveFloat | None = 1.0
+    averages: tuple[float, ...] = ()
+    compile: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: PositiveFloat = 1800.0
+    log_every: PositiveInt = 10
+    resume: str = "auto"
+    """`auto`: go on from the newest good checkpoint, if any; `never`; or a checkpoint's path."""
+    accept_changes: bool = False
+    """Go on from a checkpoint although batch, rate or data have changed since."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Build a config from plain values.
+
+        Raises:
+            ConfigError: naming each bad key by its path, with the nearest good one.
+        """
+        return parse_model(cls, values)
+
+    def with_overrides(self, overrides: Sequence[str]) -> Self:
+        """Return a copy with `section.key=value` texts applied, type-checked like the rest."""
+        values = json.loads(self.model_dump_json())
+        for text in overrides:
+            path, equals, value = text.partition("=")
+            if not equals:
+                raise ConfigError(f"{text!r} does not set anything", f"{text}=VALUE")
+            *sections, key = path.strip().split(".")
+            target = values
+            for section in sections:
+                if not isinstance(target.get(section), dict):
+                    raise _unknown(section, target, f"in {path!r}")
+                target = target[section]
+            target[key] = yaml.safe_load(value)
+        return self.parse(values)
+
+
+def parse_model(kind: type[Model], values: Mapping[str, Any]) -> Model:
+    """Validate `values` into `kind`, turning the first complaint into one clear sentence."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        path = ".".join(str(part) for part in error["loc"])
+        if error["type"] == "extra_forbidden":
+            owner = _owner(kind, error["loc"])
+            raise _unknown(str(error["loc"][-1]), owner.model_fields, f"at {path!r}") from None
+        more = f" (and {len(invalid.errors()) - 1} more)" if len(invalid.errors()) > 1 else ""
+        raise ConfigError(
+            f"{path or kind.__name__}={error['input']!r}: {error['msg']}{more}",
+            f"another value for {path}" if path else "the keys one at a time",
+        ) from None
+
+
+def _owner(kind: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
+    for part in path[:-1]:
+        annotation = kind.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        kind = annotation
+    return kind
+
+
+def _unknown(key: str, known: Mapping[str, Any], where: str) -> ConfigError:
+    near = closest(key, known)
+    return ConfigError(
+        f"unknown key {key!r} {where}", near if near else f"one of {', '.join(sorted(known))}"
+    )

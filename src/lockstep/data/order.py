@@ -1,0 +1,172 @@
+"""Which sample goes into which step, on which rank: pure functions, nothing stored.
+
+Owns: the permutation of an epoch, the cut of a step into leaves, and the ledger
+that proves what was consumed. Does not own: reading samples. The whole position
+of a run is one integer, the number of samples consumed.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lockstep.plan import BatchPlan
+from lockstep.randomness import derive_seed
+
+Ids = NDArray[np.int64]
+_ROUNDS = 8
+
+
+class Order(Protocol):
+    """The sequence in which an epoch visits the samples."""
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        """Return the sample ids at positions `start` to `stop` of `epoch`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffled:
+    """A fresh keyed permutation every epoch, computable at any position in O(1).
+
+    A Feistel network over pairs of digits base ceil(sqrt(n)) permutes a square
+    barely larger than n; the few values that fall outside walk on until inside.
+
+    >>> sorted(Shuffled(10, seed=0).ids(epoch=3, start=0, stop=10).tolist())
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    num_samples: int
+    seed: int
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        """Return the sample ids at positions `start` to `stop` of `epoch`."""
+        side = np.uint64(math.isqrt(self.num_samples - 1) + 1)
+        keys = [
+            np.uint64(derive_seed(self.seed, "order", epoch, index)) for index in range(_ROUNDS)
+        ]
+        values = np.arange(start, stop, dtype=np.uint64)
+        outside = np.ones(len(values), dtype=bool)
+        while outside.any():
+            left, right = np.divmod(values[outside], side)
+            for key in keys:
+                left, right = right, (left + _mix(right ^ key) % side) % side
+            values[outside] = left * side + right
+            outside = values >= self.num_samples
+        return values.astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequential:
+    """The samples as they come, every epoch alike; what evaluation uses."""
+
+    num_samples: int
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        """Return the sample ids at positions `start` to `stop`."""
+        return np.arange(start, stop, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One micro-batch of one step: `place` counts leaves within the step."""
+
+    step: int
+    epoch: int
+    place: int
+    start: int
+    stop: int
+    borrowed: bool = False
+    """Computed only to keep in step with the other ranks; counts for nothing."""
+
+
+def step_of(plan: BatchPlan, consumed: int) -> int:
+    """Return the step that begins after `consumed` samples of the run."""
+    epoch, offset = divmod(consumed, plan.samples_per_epoch)
+    return epoch * plan.steps_per_epoch + offset // plan.global_batch
+
+
+def consumed_after(plan: BatchPlan, step: int) -> int:
+    """Return how many samples the run has consumed once `step` is done."""
+    epoch, index = divmod(step, plan.steps_per_epoch)
+    in_epoch = min((index + 1) * plan.global_batch, plan.samples_per_epoch)
+    return epoch * plan.samples_per_epoch + in_epoch
+
+
+def leaves_of(plan: BatchPlan, step: int, rank: int) -> list[Leaf]:
+    """Return the leaves of `step` that `rank` computes: a contiguous run of them.
+
+    Ranks may hold one leaf more or less than others. One that would hold none
+    borrows the last leaf, with weight zero, so that all ranks meet in the reduce.
+    """
+    epoch, index = divmod(step, plan.steps_per_epoch)
+    begin = index * plan.global_batch
+    end = min(begin + plan.global_batch, plan.samples_per_epoch)
+    num_leaves = math.ceil((end - begin) / plan.batch_size)
+
+    def leaf(place: int, borrowed: bool = False) -> Leaf:
+        start = begin + place * plan.batch_size
+        return Leaf(step, epoch, place, start, min(start + plan.batch_size, end), borrowed)
+
+    first = num_leaves * rank // plan.world_size
+    last = num_leaves * (rank + 1) // plan.world_size
+    return [leaf(place) for place in range(first, last)] or [leaf(num_leaves - 1, borrowed=True)]
+
+
+class Ledger:
+    """A running digest of the (epoch, sample) pairs consumed since the epoch began.
+
+    It is a sum of hashes, so it does not depend on order or on ranks, and parts
+    from several ranks add up to the whole.
+    """
+
+    def __init__(self, digest: int = 0, count: int = 0) -> None:
+        self.digest = digest
+        self.count = count
+
+    def add(self, epoch: int, ids: Ids) -> None:
+        """Count `ids` as consumed in `epoch`."""
+        key = np.uint64(derive_seed("ledger", epoch))
+        with np.errstate(over="ignore"):
+            self.digest += int(_mix(ids.astype(np.uint64) ^ key).sum(dtype=np.uint64))
+        self.digest %= 2**64
+        self.count += len(ids)
+
+    def plus(self, local: "Ledger", all_sum: Callable[[torch.Tensor], torch.Tensor]) -> "Ledger":
+        """Return this ledger with every rank's local entries added.
+
+        64-bit sums wrap around the same way in any order, so ranks add up exactly.
+        """
+        signed = local.digest - 2**64 if local.digest >= 2**63 else local.digest
+        digest, count = all_sum(torch.tensor([signed, local.count])).tolist()
+        return Ledger((self.digest + digest) % 2**64, self.count + count)
+
+    @classmethod
+    def of_epoch(cls, order: Order, plan: BatchPlan, epoch: int) -> "Ledger":
+        """Return what the ledger must read when `epoch` is complete."""
+        ledger = cls()
+        for start in range(0, plan.samples_per_epoch, 1 << 20):
+            stop = min(start + (1 << 20), plan.samples_per_epoch)
+            ledger.add(epoch, order.ids(epoch, start, stop))
+        return ledger
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and (self.digest, self.count) == (other.digest, other.count)
+
+    def __hash__(self) -> int:
+        return hash((self.digest, self.count))
+
+    def __str__(self) -> str:
+        return f"{self.digest:016x}"
+
+
+def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble 64-bit words: every input bit reaches every output bit."""
+    with np.errstate(over="ignore"):
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return value ^ (value >> np.uint64(31))

@@ -1,0 +1,67 @@
+"""Every error lockstep raises on purpose.
+
+LockstepError
+├── ConfigError        the request makes no sense; no weight has moved
+├── LaunchError        the processes do not add up to one group
+├── DataError          a sample, a file or a folder cannot be used
+├── NonFiniteError     the loss or the gradient stopped being a number
+├── CheckpointError    a saved run cannot be read back, or does not belong to this one
+└── FolderInUseError   a live run already writes here
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class LockstepError(Exception):
+    """Say what is wrong, with the numbers, and what to try next.
+
+    Both parts stay in `args`, so the error survives pickling from a worker
+    process. `exit_code` is what a command ends with when it reaches the top.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem, remedy)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n  try: {self.remedy}"
+
+
+class ConfigError(LockstepError):
+    """The request makes no sense; no weight has moved."""
+
+
+class LaunchError(LockstepError):
+    """The processes do not add up to one group."""
+
+
+class DataError(LockstepError):
+    """A sample, a file or a folder cannot be used."""
+
+
+class NonFiniteError(LockstepError):
+    """The loss or the gradient stopped being a number."""
+
+    exit_code = 3
+
+
+class CheckpointError(LockstepError):
+    """A saved run cannot be read back, or does not belong to this one."""
+
+
+class FolderInUseError(LockstepError):
+    """A live run already writes here."""
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word nearest to a mistyped one, if any is near.
+
+    >>> closest("batch_sise", ["epochs", "batch_size"])
+    'batch_size'
+    """
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None

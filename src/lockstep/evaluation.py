@@ -1,0 +1,66 @@
+"""Evaluate on held-out samples, each counted once, whatever the number of ranks.
+
+Owns: the pass over the held-out set and the reduction of its sums. Does not
+own: what is measured; the task says so.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.loader import LoaderConfig, read_held_out
+from lockstep.runtime import World
+from lockstep.step import as_partial
+from lockstep.task import Context, PartialLoss, Task
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    data: Any,
+    world: World,
+    *,
+    batch_size: int,
+    seed: int,
+    step: int,
+    loader: LoaderConfig,
+    autocast: AbstractContextManager[Any] | None = None,
+) -> dict[str, float]:
+    """Return the task's metrics over `data`, reduced over ranks. Collective.
+
+    Sums and weights travel in float64 and are divided once, at the end: a mean
+    of means would weigh a rank's short last batch too much.
+    """
+    metrics = task.metrics()
+    for metric in metrics.values():
+        metric.reset()
+    local: dict[str, Tensor] = {}
+    was_training = model.training
+    model.eval()
+    for micro_batch in read_held_out(data, batch_size, world, seed, task.collate, loader):
+        context = Context(world, seed, step, micro_batch.leaf.place, training=False)
+        with autocast or nullcontext():
+            result = task.evaluate(model, micro_batch.data, context)
+        if not isinstance(result, Mapping):
+            result = _named(as_partial(result, micro_batch))
+        for name, (value, weight) in result.items():
+            pair = torch.tensor([float(value), float(weight)], dtype=torch.float64)
+            local[name] = local.get(name, torch.zeros(2, dtype=torch.float64)) + pair
+    model.train(was_training)
+
+    # A rank without samples has no names of its own; it takes the first rank's that has.
+    names = next((text for text in world.all_texts("\n".join(local)) if text), "").split("\n")
+    table = torch.stack([local.get(name, torch.zeros(2, dtype=torch.float64)) for name in names])
+    sums = world.all_sum(table)
+    reduced = {
+        name: float(value / weight) for name, (value, weight) in zip(names, sums, strict=True) if name
+    }
+    return reduced | {name: float(metric.compute()) for name, metric in metrics.items()}
+
+
+def _named(partial: PartialLoss) -> dict[str, tuple[Tensor, Tensor | float]]:
+    return {"loss": (partial.loss_sum, partial.weight), **partial.parts}

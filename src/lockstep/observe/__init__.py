@@ -1,0 +1,1 @@
+"""What a run says about itself: one record per rank, and everything that is shown from it."""

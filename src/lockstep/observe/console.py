@@ -1,0 +1,218 @@
+"""What the first rank prints: a progress bar on a terminal, plain lines elsewhere.
+
+Owns: the wording, the time left, and that a closed output never ends a run. Does
+not own: any number; all of them come in events.
+"""
+
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TextIO
+
+from lockstep.observe.events import Event
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+STEP_FIELDS: dict[str, Callable[[float], str]] = {
+    "epoch": "epoch {:.2f}".format,
+    "loss": "loss {:.4g}".format,
+    "learning_rate": "lr {:.1e}".format,
+    "grad_norm": "grad {:.3g}".format,
+    "samples_per_second": lambda rate: f"{rate:.{0 if rate >= 10 else 2}f} samples/s",
+    "data_wait_share": "data wait {:.0%}".format,
+}
+LINES = {
+    "run_start": "training on {world_size} x {device}  {recipe}",
+    "resume": "resumed at step {step} from {path}",
+    "epoch": "epoch {epoch} done  loss {loss:.4g}  {message}",
+    "checkpoint": "checkpoint at step {step}  {path}  {size_mb:.1f} MB in {seconds:.2f} s",
+    "picture": "picture at step {step}  {path}",
+    "sample_skipped": "skipped sample {sample}: {reason}",
+    "warning": "warning: {message}",
+    "stop": "stopping at step {step}: {reason}",
+    "run_end": "done at step {step} after {duration}",
+}
+BAR_FIELDS = ("loss", "samples_per_second")
+REDRAW_S = 0.1
+ETA_REPORTS = 10
+"""How many reports back the rate behind the time left is taken from."""
+
+
+class Console:
+    """A listener that shows events as they come.
+
+    The time left is the number of steps left at the rate of the last ten reports,
+    evaluations and saves included, since more of them will come. It counts from the
+    step a run started or resumed at.
+
+    Args:
+        total_steps: The step at which the run will be done.
+        stream: Where to print; standard output unless given.
+        clock: Seconds, for the time left.
+        is_terminal: Whether to draw a bar; asks the stream unless given.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_terminal: bool | None = None,
+    ) -> None:
+        self._total_steps = total_steps
+        self._stream: TextIO | None = sys.stdout if stream is None else stream
+        self._clock = clock
+        self._reports: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=ETA_REPORTS + 1)
+        if is_terminal is None:
+            is_terminal = self._stream is not None and _can_draw(self._stream)
+        self._wants_bar = is_terminal
+        self._bar: Progress | None = None
+        self._drawn = -math.inf
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        kind, step = event["event"], event["step"]
+        if kind in ("run_start", "resume"):
+            self._reports.clear()
+            self._reports.append((self._clock(), step))
+        if kind == "step":
+            self._reports.append((self._clock(), step))
+            if self._wants_bar:
+                self._guarded(lambda: self._move_bar(event))
+                return
+        self.note(self._step_line(event) if kind == "step" else _line(event))
+        if kind == "run_end":
+            self.close()
+
+    def note(self, text: str) -> None:
+        """Print lines, above the bar if there is one."""
+        self._guarded(lambda: self._print(text))
+
+    def close(self) -> None:
+        """Leave the bar as it stands and give the terminal back."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            self._guarded(bar.stop)
+
+    def _time_left(self) -> list[str]:
+        (began, first_step), (now, last_step) = self._reports[0], self._reports[-1]
+        if last_step <= first_step:
+            return []
+        step_time_s = (now - began) / (last_step - first_step)
+        return [f"ETA {_duration(step_time_s * max(0, self._total_steps - last_step))}"]
+
+    def _step_line(self, event: Event) -> str:
+        width = max(5, len(str(self._total_steps)))
+        head = f"step {event['step']:>{width}}/{self._total_steps}"
+        return "  ".join([head, *_worded(event, STEP_FIELDS), *self._time_left()])
+
+    def _move_bar(self, event: Event) -> None:
+        if self._stream is None:
+            return
+        if self._bar is None:
+            self._bar = _build_bar(self._stream, self._total_steps)
+            self._bar.start()
+        report = "  ".join([*_worded(event, BAR_FIELDS), *self._time_left()])
+        self._bar.update(self._bar.task_ids[0], completed=event["step"], report=report)
+        if self._clock() - self._drawn >= REDRAW_S or event["step"] >= self._total_steps:
+            self._drawn = self._clock()
+            self._bar.refresh()
+
+    def _print(self, text: str) -> None:
+        if self._stream is None:
+            return
+        if self._bar is not None:
+            # `out` takes the text as it is: no markup, no wrapping, brackets stay brackets.
+            self._bar.console.out(text, highlight=False)
+        else:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def _guarded(self, show: Callable[[], None]) -> None:
+        try:
+            show()
+        except (BrokenPipeError, ValueError):  # the reader has left, or the file is closed
+            self._fall_silent()
+        except OSError:  # a full disk behind a redirection: this line is lost, the next may not be
+            pass
+
+    def _fall_silent(self) -> None:
+        stream, self._stream = self._stream, None
+        bar, self._bar = self._bar, None
+        # What is still buffered would fail once more when Python exits, and turn a
+        # good run's exit code into 120.
+        with suppress(OSError, ValueError, AttributeError):
+            descriptor = stream.fileno()  # type: ignore[union-attr]  # None is suppressed too
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+        with suppress(OSError, ValueError):
+            if bar is not None:
+                bar.stop()
+
+
+def _can_draw(stream: TextIO) -> bool:
+    try:
+        if not stream.isatty():
+            return False
+    except ValueError:  # closed
+        return False
+    from rich.console import Console as RichConsole
+
+    return not RichConsole(file=stream).is_dumb_terminal
+
+
+def _build_bar(stream: TextIO, total_steps: int) -> "Progress":
+    from rich.console import Console as RichConsole
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    class Terminal(RichConsole):
+        def on_broken_pipe(self) -> None:
+            # The original ends the program.
+            raise BrokenPipeError
+
+    whole = Column(no_wrap=True)
+    bar = Progress(
+        TextColumn("step {task.completed}/{task.total}", markup=False, table_column=whole),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[report]}", markup=False, table_column=whole.copy()),
+        console=Terminal(file=stream, force_terminal=True),
+        expand=True,
+        # Drawn when there is news; a thread of its own would take time from the steps.
+        auto_refresh=False,
+    )
+    bar.add_task("training", total=total_steps, report="")
+    return bar
+
+
+def _line(event: Event) -> str:
+    size_mb = event.get("size_bytes", 0) / 1e6
+    duration = _duration(event.get("seconds", 0))
+    try:
+        return LINES[event["event"]].format(**event, size_mb=size_mb, duration=duration)
+    except (KeyError, ValueError, TypeError):  # a kind or a field of someone's own loop
+        own = {name: event[name] for name in event if name not in ("event", "step", "time")}
+        numbers = event.get("metrics", own)
+        words = [f"{name} {_short(value)}" for name, value in numbers.items()]
+        return "  ".join([f"{event['event']} at step {event['step']}", *words])
+
+
+def _worded(event: Event, names: Iterable[str]) -> list[str]:
+    known = [name for name in names if isinstance(event.get(name), int | float)]
+    return [STEP_FIELDS[name](event[name]) for name in known]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

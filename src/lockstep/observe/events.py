@@ -1,0 +1,211 @@
+"""The record of a run: one JSON object per line, one file per rank.
+
+Owns: how an event is written so that a kill or a full disk costs at most one
+line, and how a log with kills and resumes in it is read. Does not own: what is
+worth recording (the trainer knows), nor how it is shown (`console.py`,
+`sinks.py` and the ring listen or read).
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import DataError
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+BOOKKEEPING = frozenset({"run_start", "resume", "run_end", "stop", "warning"})
+"""Kinds that tell of a process, not of the training: an uninterrupted run has others."""
+
+NOT_IN_JSON = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+
+# Not `warnings.warn`: where warnings are errors it would end the run it is about.
+_log = logging.getLogger("lockstep")
+
+
+class Events(list[Event]):
+    """What `read_events` returns: a list that also knows how many lines it could not read."""
+
+    num_unreadable: int = 0
+
+
+class EventLog:
+    """Append the events of one rank to `<folder>/events/rank_K.jsonl` and tell the listeners.
+
+    A line is one `write` call on a file opened for appending, so it survives the
+    death of the process. Writing never raises: a full disk costs the event and one
+    warning, and writing goes on when there is room again. A listener that raises is
+    dropped with one warning. Any thread may write; listeners are called one event
+    at a time, in the order of the lines.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        rank: int,
+        listeners: Iterable[Listener] = (),
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = _log_path(folder, rank)
+        self.listeners = list(listeners)
+        self._clock = clock
+        # Re-entrant: a listener may itself report something.
+        self._lock = threading.RLock()
+        self._has_warned = False
+        self._is_torn = False
+        self._file: int | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            size_bytes = os.fstat(self._file).st_size
+            self._is_torn = size_bytes > 0 and os.pread(self._file, 1, size_bytes - 1) != b"\n"
+        except OSError as error:
+            self._warn_unwritten(error)
+
+    def write(self, kind: str, step: int, **fields: Any) -> Event:
+        """Record an event and return it as the listeners get it, numbers as plain numbers."""
+        with self._lock:
+            said = {"event": kind, "step": step, "time": self._clock(), **fields}
+            text = json.dumps(said, default=_plain)
+            event: Event = json.loads(text)
+            self._append(_strict(text) if "NaN" in text or "Infinity" in text else text)
+            for listener in list(self.listeners):
+                try:
+                    listener(event)
+                except Exception as error:
+                    self.listeners.remove(listener)
+                    name = getattr(listener, "__name__", type(listener).__name__)
+                    message = f"{name} failed and gets no more events: {error!r}"
+                    _log.warning(message)
+                    self.write("warning", step, message=message)
+            return event
+
+    def close(self) -> None:
+        """Close the file. Later events still reach the listeners."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _append(self, text: str) -> None:
+        if self._file is None:
+            return
+        # A line cut short by a kill or a full disk is ended first, or it would take this one along.
+        line = ("\n" if self._is_torn else "") + text + "\n"
+        try:
+            # ASCII, so characters are bytes and a short count means a line cut short.
+            self._is_torn = os.write(self._file, line.encode("ascii")) < len(line)
+        except OSError as error:
+            self._is_torn = True
+            self._warn_unwritten(error)
+
+    def _warn_unwritten(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("events are being lost, %s cannot be written: %s", self.path, error)
+
+
+def read_events(folder: Path | str, rank: int = 0, *, raw: bool = False) -> Events:
+    """Read what happened in a run, as if it had never been interrupted.
+
+    A `resume` at step c takes back every earlier event with a later step: those
+    steps were trained again. A `run_start` without a `resume` began anew and takes
+    back everything. The kinds in `BOOKKEEPING` are left out. So no event
+    appears twice, and a killed and resumed run reads like one that never stopped.
+
+    With `raw`, every readable line is returned as it stands in the file.
+
+    Torn lines and binary garbage are skipped and counted in `.num_unreadable`. The
+    strings "nan", "inf" and "-inf" come back as the floats they were.
+
+    Raises:
+        DataError: The folder holds no events of that rank.
+    """
+    path = _log_path(folder, rank)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise DataError(
+            f"no events of rank {rank} in {folder}",
+            f"name the folder of a run, the one that holds {path.parent.name}/{path.name}",
+        ) from None
+    events = Events()
+    for line in lines:
+        # A file system that lost power may have left zeros in front of a whole line.
+        line = line.strip(b"\0 \r\t")
+        if line:
+            event = _from_json(line)
+            if event is None:
+                events.num_unreadable += 1
+            else:
+                events.append(event)
+    return events if raw else _rewound(events)
+
+
+def _rewound(events: Events) -> Events:
+    kept = Events()
+    kept.num_unreadable = events.num_unreadable
+    has_restarted = False
+    rewind_to: int | None = None
+    # Process starts and resumes between two training facts count together: a run says
+    # `run_start` and then `resume`, and may be killed again before it has trained a step.
+    for event in events:
+        kind = event["event"]
+        if kind == "run_start":
+            has_restarted = True
+        elif kind == "resume":
+            rewind_to = event["step"] if rewind_to is None else min(rewind_to, event["step"])
+        elif kind not in BOOKKEEPING:
+            if rewind_to is not None:
+                kept[:] = [earlier for earlier in kept if earlier["step"] <= rewind_to]
+            elif has_restarted:
+                kept.clear()
+            has_restarted, rewind_to = False, None
+            kept.append(event)
+    if rewind_to is not None:
+        kept[:] = [earlier for earlier in kept if earlier["step"] <= rewind_to]
+    return kept
+
+
+def _log_path(folder: Path | str, rank: int) -> Path:
+    return Path(folder) / "events" / f"rank_{rank}.jsonl"
+
+
+def _plain(value: Any) -> Any:
+    """Turn a tensor, an array, a path or the like into something JSON knows."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _strict(text: str) -> str:
+    """Spell out the floats that JSON lacks, as strings."""
+    return json.dumps(json.loads(text, parse_constant=NOT_IN_JSON.__getitem__))
+
+
+def _from_json(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    is_event = isinstance(event, dict) and isinstance(event.get("step"), int)
+    if not is_event or not isinstance(event["event"], str):
+        return None
+    if b'"nan"' in line or b'inf"' in line:
+        return {key: _revived(item) for key, item in event.items()}
+    return event
+
+
+def _revived(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _revived(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_revived(item) for item in value]
+    return float(value) if value in NOT_IN_JSON.values() else value

@@ -1,0 +1,81 @@
+"""How fast a run is, and how much of its time it waits for data.
+
+Owns: the definitions. Does not own: when to report (the trainer asks every few
+steps), nor the device: the clock is the host's, and means what it says when the
+interval ends with a step whose loss has been read.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Throughput:
+    """Measure the steps between two calls of `interval()`.
+
+    - `samples_per_second`: samples of the finished steps, over all ranks if that is
+      what `step_done` is given, divided by the training time.
+    - `step_time_s`: training time divided by finished steps.
+    - `data_wait_share`: the part of the training time spent inside `waiting()`, 0 to 1.
+
+    Training time is the time since the previous interval, less what was spent inside
+    `pausing()` (evaluations, saves): those are not training, and must not look like
+    a slow step.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._reset()
+
+    def _reset(self) -> None:
+        self._began = self._clock()
+        self._wait_s = 0.0
+        self._pause_s = 0.0
+        self._num_steps = 0
+        self._num_samples = 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for data."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._wait_s += self._clock() - began
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Leave the time inside out of everything."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._pause_s += self._clock() - began
+
+    def step_done(self, num_samples: int) -> None:
+        """Count one weight update made from `num_samples` samples."""
+        self._num_steps += 1
+        self._num_samples += num_samples
+
+    def interval(self) -> dict[str, float]:
+        """Return the three numbers since the previous call, and start over.
+
+        All are 0 where no step was finished or no time passed.
+
+        >>> now = iter([0.0, 0.0, 1.0, 4.0, 4.0])
+        >>> throughput = Throughput(clock=lambda: next(now))
+        >>> with throughput.waiting():
+        ...     pass
+        >>> throughput.step_done(32)
+        >>> throughput.interval()
+        {'samples_per_second': 8.0, 'step_time_s': 4.0, 'data_wait_share': 0.25}
+        """
+        training_s = self._clock() - self._began - self._pause_s
+        counts = training_s > 0 and self._num_steps > 0
+        report = {
+            "samples_per_second": self._num_samples / training_s if counts else 0.0,
+            "step_time_s": training_s / self._num_steps if counts else 0.0,
+            "data_wait_share": min(1.0, self._wait_s / training_s) if counts else 0.0,
+        }
+        self._reset()
+        return report

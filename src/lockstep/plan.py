@@ -1,0 +1,206 @@
+"""The batch and learning-rate contract: what a step consumes, and at which rate.
+
+Owns: the arithmetic of micro-batch x accumulation x ranks, steps per epoch,
+dropped samples, and the scaling rules. Pure: the same numbers are printed by
+`lockstep plan` before a run, at its start, and stored in its checkpoints.
+"""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
+
+from lockstep.errors import ConfigError
+
+Rule = Literal["none", "linear", "sqrt", "batch"]
+
+
+class BatchConfig(BaseModel):
+    """How many samples a step consumes.
+
+    State `batch_size` (one micro-batch on one GPU) and `accumulate`, or
+    `batch_size` and `global_batch_size`, from which accumulation follows.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch_size: PositiveInt = 32
+    accumulate: PositiveInt = 1
+    global_batch_size: PositiveInt | None = None
+    drop_last: bool = True
+
+    @model_validator(mode="after")
+    def _one_way_to_say_it(self) -> Self:
+        if self.global_batch_size is not None and self.accumulate != 1:
+            raise ValueError("give accumulate or global_batch_size, not both")
+        return self
+
+
+class RateConfig(BaseModel):
+    """The base learning rate and the rule that adapts it to the number of GPUs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lr: PositiveFloat = 1e-4
+    lr_scaling: Rule = "none"
+    reference_batch: PositiveInt = 256
+    """The global batch that `lr` was found at; `batch` scales from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One step's global batch, cut into leaves: micro-batches of a fixed size.
+
+    Leaves belong to the step, not to a rank. Ranks take contiguous runs of them,
+    so the same leaves are computed for every number of ranks, divisor or not.
+    """
+
+    num_samples: int
+    batch_size: int
+    leaves_per_step: int
+    samples_per_epoch: int
+    world_size: int
+
+    @property
+    def total_batch(self) -> int:
+        """Return the samples of one micro-batch on every rank."""
+        return self.batch_size * self.world_size
+
+    @property
+    def global_batch(self) -> int:
+        """Return the samples of one step, also called the effective batch."""
+        return self.batch_size * self.leaves_per_step
+
+    @property
+    def accumulate(self) -> int:
+        """Return the most micro-batches a rank computes in one step."""
+        return math.ceil(self.leaves_per_step / self.world_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the weight updates of an epoch; its last step may be smaller."""
+        return math.ceil(self.samples_per_epoch / self.global_batch)
+
+    @property
+    def dropped(self) -> int:
+        """Return the samples an epoch leaves out; the next epoch's shuffle leaves out others."""
+        return self.num_samples - self.samples_per_epoch
+
+
+def plan_batches(config: BatchConfig, num_samples: int, world_size: int) -> BatchPlan:
+    """Solve micro-batch x accumulation x ranks for a data set of `num_samples`.
+
+    >>> plan = plan_batches(BatchConfig(batch_size=4), num_samples=29_500, world_size=8)
+    >>> plan.steps_per_epoch, plan.dropped, plan.global_batch
+    (921, 28, 32)
+
+    Raises:
+        ConfigError: if the numbers do not fit, with ones that do.
+    """
+    batch = config.batch_size
+    if config.global_batch_size is None:
+        leaves = world_size * config.accumulate
+        drop_unit = batch * world_size
+    else:
+        leaves, rest = divmod(config.global_batch_size, batch)
+        drop_unit = config.global_batch_size
+        if rest or leaves < world_size:
+            fitting = max(world_size, round(config.global_batch_size / batch)) * batch
+            raise ConfigError(
+                f"global_batch_size={config.global_batch_size} cannot be cut into micro-batches of "
+                f"{batch} for {world_size} ranks",
+                f"global_batch_size={fitting}",
+            )
+    kept = num_samples // drop_unit * drop_unit if config.drop_last else num_samples
+    if kept == 0:
+        raise ConfigError(
+            f"a batch of {batch} x {drop_unit // batch} = {drop_unit} is larger than the "
+            f"{num_samples} samples there are",
+            f"batch_size={max(1, num_samples * batch // drop_unit)}, or drop_last=false",
+        )
+    return BatchPlan(num_samples, batch, leaves, kept, world_size)
+
+
+def scaled_rate(config: RateConfig, world_size: int, global_batch: int) -> float:
+    """Return the effective learning rate.
+
+    >>> scaled_rate(RateConfig(lr=1e-4, lr_scaling="linear"), world_size=8, global_batch=64)
+    0.0008
+    """
+    factor = {
+        "none": 1.0,
+        "linear": float(world_size),
+        "sqrt": math.sqrt(world_size),
+        "batch": global_batch / config.reference_batch,
+    }[config.lr_scaling]
+    return config.lr * factor
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What a run promised when it began: its batch plan and its rate. Stored in checkpoints."""
+
+    plan: BatchPlan
+    base_lr: float
+    lr_scaling: str
+    effective_lr: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain numbers and words."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Self:
+        """Rebuild it from a checkpoint."""
+        return cls(**{**stored, "plan": BatchPlan(**stored["plan"])})
+
+    def describe(self) -> list[str]:
+        """Return the lines printed at the start of every run."""
+        plan = self.plan
+        factor = self.effective_lr / self.base_lr
+        return [
+            f"Batch size: {plan.batch_size} per GPU, {plan.total_batch} total "
+            f"(x {plan.world_size}), {plan.global_batch} effective (x {plan.accumulate} accumulated)",
+            f"Steps per epoch: {plan.steps_per_epoch} "
+            f"({plan.samples_per_epoch} of {plan.num_samples} samples, {plan.dropped} dropped)",
+            f"Base LR: {self.base_lr:g}, rule: {self.lr_scaling}, factor: {factor:g}, "
+            f"effective LR: {self.effective_lr:g}",
+        ]
+
+
+def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> Contract:
+    """Return the contract a resumed run trains under.
+
+    Another number of ranks keeps the stored global batch and rate and cuts the
+    same leaves anew. Anything else that changes what a step does needs the
+    user's word.
+
+    Raises:
+        ConfigError: with each changed number, old and new.
+    """
+    world_size = fresh.plan.world_size
+    moved = replace(stored, plan=replace(stored.plan, world_size=world_size))
+    same_ranks = world_size == stored.plan.world_size
+    compared = [
+        ("samples", stored.plan.num_samples, fresh.plan.num_samples),
+        ("batch_size", stored.plan.batch_size, fresh.plan.batch_size),
+        ("lr", stored.base_lr, fresh.base_lr),
+        ("lr_scaling", stored.lr_scaling, fresh.lr_scaling),
+    ]
+    if same_ranks:
+        compared.append(("effective batch", stored.plan.global_batch, fresh.plan.global_batch))
+    changed = [f"{name} {old} -> {new}" for name, old, new in compared if old != new]
+    if changed and accept_changes:
+        return fresh
+    if changed:
+        raise ConfigError(
+            f"the checkpoint was trained with other numbers: {', '.join(changed)}",
+            "the old numbers, or accept_changes=true to go on with the new ones",
+        )
+    if world_size > stored.plan.leaves_per_step:
+        raise ConfigError(
+            f"{world_size} ranks, but the run's step has {stored.plan.leaves_per_step} micro-batches",
+            f"{stored.plan.leaves_per_step} ranks or fewer",
+        )
+    return moved

@@ -1,0 +1,349 @@
+"""World: who am I, which device is mine, and how do I talk to the others.
+
+Owns: the launch variables, the process group, every collective. It is the only
+file that reads RANK and its kin. Does not own: what is sent or when.
+
+Functions that communicate start with `all_`: every rank must call them, in the
+same order, or the group waits for the one that did not.
+"""
+
+import datetime
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.errors import LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launch variables say, before anything is started."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    head: str = "localhost"
+    port: int | None = None
+    launcher: str = "python"
+
+
+# One row per way to be started: which variables hold rank, size, local rank and
+# local size. A row counts when its first two variables are set.
+_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None) -> Launch:
+    """Read who this process is from the variables its launcher set. Pure.
+
+    Understands torchrun (also below accelerate and torch.distributed.launch), the
+    five variables set by hand, `srun` with one task per GPU, and MPI. Inside an
+    sbatch script SLURM_PROCID exists without `srun`; only step variables prove a task.
+    `local_rank_argument` is what `--local-rank=K` said; the environment wins.
+
+    >>> detect_launch({}).size
+    1
+    >>> detect_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).size
+    1
+
+    Raises:
+        LaunchError: if variables are missing, malformed or contradict each other.
+    """
+    under_torchrun = "TORCHELASTIC_RUN_ID" in env
+    found = {
+        launcher: _read_row(env, names)
+        for launcher, names in (("env", _ENV), ("srun", _SLURM), ("mpi", _OPEN_MPI), ("mpi", _MPICH))
+        if names[0] in env and names[1] in env
+    }
+    if "env" not in found and ("RANK" in env) != ("WORLD_SIZE" in env):
+        raise _contradiction(env, "RANK and WORLD_SIZE belong together, and one is missing")
+    if not found:
+        return Launch(local_rank=local_rank_argument or 0)
+
+    # torchrun under srun: the step's tasks are nodes, torchrun's are ranks, and torchrun knows better.
+    if not under_torchrun and len({(rank, size) for rank, size, _, _ in found.values()}) > 1:
+        raise _contradiction(env, "the launchers disagree about rank or size")
+    launcher, (rank, size, local_rank, local_size) = next(iter(found.items()))
+    if local_rank is None:
+        local_rank = local_rank_argument if local_rank_argument is not None else rank
+    if not 0 <= rank < size:
+        raise _contradiction(env, f"rank {rank} does not fit into {size} processes")
+    if local_size is not None and local_rank >= local_size:
+        raise _contradiction(env, f"local rank {local_rank} does not fit into {local_size}")
+
+    head, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if launcher == "srun":
+        head = head or _first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
+        port = port or str(_port_from(f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"))
+    if launcher == "mpi" and local_size == size:
+        head = head or "localhost"
+        port = port or str(_port_from(env.get("OMPI_MCA_ess_base_jobid", str(os.getppid()))))
+    if size > 1 and not (head and port and port.isdecimal()):
+        raise _contradiction(env, f"{size} processes need MASTER_ADDR and MASTER_PORT to meet")
+    return Launch(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size or size,
+        head=head or "localhost",
+        port=int(port) if port else None,
+        launcher="torchrun" if under_torchrun else launcher,
+    )
+
+
+def _read_row(
+    env: Mapping[str, str], names: tuple[str, str, str, str]
+) -> tuple[int, int, int | None, int | None]:
+    def read(name: str) -> int | None:
+        text = env.get(name)
+        if text is None:
+            return None
+        # SLURM writes tasks per node as "4(x2)" or "4,3"; the first number is this node's at most.
+        number = re.match(r"\d+", text)
+        if number is None or (number.group() != text and names is not _SLURM):
+            raise LaunchError(f"{name}={text!r} is not a number", f"unset {name} or set it to one")
+        return int(number.group())
+
+    rank, size = read(names[0]), read(names[1])
+    assert rank is not None
+    assert size is not None
+    return rank, size, read(names[2]), read(names[3])
+
+
+def _contradiction(env: Mapping[str, str], problem: str) -> LaunchError:
+    names = (*_ENV, "MASTER_ADDR", "MASTER_PORT", *_SLURM, *_OPEN_MPI, *_MPICH)
+    listed = " ".join(f"{name}={env[name]}" for name in names if name in env)
+    return LaunchError(
+        f"{problem}: {listed}",
+        "start with torchrun, or unset the variables that another launcher left behind",
+    )
+
+
+def _first_host(nodelist: str) -> str:
+    """Return the first host of a SLURM node list.
+
+    >>> _first_host("gpu[07-09,12],login1"), _first_host("node3")
+    ('gpu07', 'node3')
+    """
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
+    return (match.group(1) + (match.group(2) or "")) if match else "localhost"
+
+
+def _port_from(key: str) -> int:
+    """Derive a port below the ephemeral range that all ranks of one job agree on."""
+    return 20_000 + sum(ord(c) * 31**i for i, c in enumerate(key)) % 12_000
+
+
+def is_rehearsal() -> bool:
+    """Say whether LOCKSTEP_REHEARSAL=1 asks for the run in miniature."""
+    return os.environ.get("LOCKSTEP_REHEARSAL", "0") not in ("", "0")
+
+
+def group_timeout_s(configured: float) -> float:
+    """Return how long a collective may wait: NCCL_TIMEOUT (seconds) if set, else the config's."""
+    text = os.environ.get("NCCL_TIMEOUT", "")
+    try:
+        return float(text) if text else configured
+    except ValueError:
+        raise LaunchError(f"NCCL_TIMEOUT={text!r} is not a number", "set it in seconds") from None
+
+
+def choose_device(launch: Launch, wanted: str = "auto") -> torch.device:
+    """Return this rank's device: its own GPU where there is one, else the CPU.
+
+    A launcher may show each process one GPU and still count local ranks up, so
+    the index is taken modulo the number of visible GPUs.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError("device 'cuda' was asked for, and torch sees no GPU", "device: cpu")
+    return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+
+
+def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
+    """Return the store through which the ranks find each other."""
+    if launch.launcher == "torchrun":  # its agent may already hold the store
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        return store
+    assert launch.port is not None
+    return dist.TCPStore(launch.head, launch.port, launch.size, launch.rank == 0, timeout=timeout)
+
+
+def _shares_gpu(launch: Launch, store: dist.Store, device: torch.device) -> bool:
+    """Say whether any two ranks sit on the same physical GPU."""
+    store.set(f"gpu/{launch.rank}", str(torch.cuda.get_device_properties(device).uuid))
+    return len({store.get(f"gpu/{rank}") for rank in range(launch.size)}) < launch.size
+
+
+class World:
+    """The group of processes that train one model, seen from one of them.
+
+    `World.enter()` finds out how the process was started, takes its device and
+    joins the others; use it in a `with`, or call `leave()` in a `finally`.
+    """
+
+    def __init__(self, launch: Launch, device: torch.device, backend: str | None) -> None:
+        self.rank = launch.rank
+        self.size = launch.size
+        self.local_rank = launch.local_rank
+        self.local_size = launch.local_size
+        self.launcher = launch.launcher
+        self.device = device
+        self.backend = backend
+
+    @classmethod
+    def enter(
+        cls, device: str = "auto", timeout_s: float = 1800, local_rank: int | None = None
+    ) -> Self:
+        """Join the group this process was launched into; alone, there is no group."""
+        launch = detect_launch(os.environ, local_rank)
+        place = choose_device(launch, device)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        if launch.size == 1:
+            return cls(launch, place, None)
+        timeout = datetime.timedelta(seconds=group_timeout_s(timeout_s))
+        try:
+            store = _meet(launch, timeout)
+            # NCCL refuses two ranks on one GPU; gloo takes them, through host memory.
+            own_gpu = place.type == "cuda" and not _shares_gpu(launch, store, place)
+            backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
+            dist.init_process_group(
+                backend, store=store, rank=launch.rank, world_size=launch.size, timeout=timeout
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise LaunchError(
+                f"rank {launch.rank} of {launch.size} could not meet the others at "
+                f"{launch.head}:{launch.port}: {str(error).splitlines()[0]}",
+                "check that every rank was started and that no other job uses this port "
+                "(another MASTER_PORT, or torchrun --standalone)",
+            ) from error
+        return cls(launch, place, backend)
+
+    def leave(self) -> None:
+        """Leave the group. Safe to call twice, and after an error."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.leave()
+
+    def __repr__(self) -> str:
+        return (
+            f"World(rank {self.rank} of {self.size}, local rank {self.local_rank} of "
+            f"{self.local_size}, {self.device}, {self.launcher} on {socket.gethostname()})"
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Say whether this is the rank that prints and writes for all."""
+        return self.rank == 0
+
+    def replicate(self, model: nn.Module) -> nn.Module:
+        """Put `model` on this rank's device and keep its gradients alike on all ranks."""
+        from lockstep.parallel import replicate
+
+        return replicate(model, self)
+
+    def all_sum(self, value: Tensor) -> Tensor:
+        """Return the sum of `value` over all ranks. Collective."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def all_max(self, *values: int) -> list[int]:
+        """Return the largest of each number over all ranks, through the host. Collective.
+
+        This is how ranks agree on what only one of them may know (a signal, a
+        bad sample): it never waits for the GPU.
+        """
+        if self.size == 1:
+            return list(values)
+        votes = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return [int(vote) for vote in votes]
+
+    def all_texts(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order. Collective."""
+        if self.size == 1:
+            return [text]
+        local = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+        return [bytes(part[:-1].tolist()).decode() for part in self._gather_parts(local)]
+
+    def all_gather(self, local: Tensor) -> Tensor:
+        """Concatenate `local` over ranks along its first axis, in rank order. Collective.
+
+        Carries gradients, and the first axis may differ between ranks. A gather
+        that drops gradients gives the right loss and a wrong step.
+        """
+        return local if self.size == 1 else _Gather.apply(local, self)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Collective."""
+        self.all_max(0)
+
+    def _gather_parts(self, local: Tensor) -> list[Tensor]:
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(local)
+        dist.all_reduce(lengths)
+        longest = int(lengths.max())
+        padded = local.new_zeros((longest, *local.shape[1:]))
+        padded[: len(local)] = local
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        return [part[: int(n)] for part, n in zip(parts, lengths, strict=True)]
+
+
+class _Gather(torch.autograd.Function):
+    """Gather forward; sum the gradients of all ranks backward and keep our own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, world: World) -> Tensor:
+        parts = world._gather_parts(local.detach().contiguous())
+        ctx.world = world
+        ctx.start = sum(len(part) for part in parts[: world.rank])
+        ctx.length = len(local)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        summed = ctx.world.all_sum(grads[0].contiguous())
+        return summed.narrow(0, ctx.start, ctx.length), None
+
+
+def leave_process(code: int) -> NoReturn:
+    """End this process now, after flushing.
+
+    A gloo group may still abort the interpreter on its way out although it was
+    destroyed; a command that has nothing left to do leaves before that.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,101 @@
+"""Stop cleanly when asked: one signal asks, a second one insists.
+
+Owns: SIGTERM, SIGINT and SIGUSR1 while a run is under way. Does not own: what
+stopping means; the trainer asks `requested` between steps and lets all ranks
+agree. Nothing is saved and nothing is sent inside a handler.
+"""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+ECHO_S = 1.0
+"""Signals this soon after the first are its echo: a terminal's Ctrl-C reaches every
+process, and a launcher that got it too passes it on once more."""
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
+
+_active: "StopSignals | None" = None
+_fork_hook_set = False
+
+
+class StopSignals:
+    """Listen for stop signals inside a `with`; only the main thread may.
+
+    The kernel's signal is passed on by the interpreter through a pipe to a
+    thread of ours, so it is noticed while the main thread sits in a collective.
+    """
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self._requested_at = 0.0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        global _active, _fork_hook_set
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in EXIT_CODES:
+            self._previous[number] = signal.signal(number, _do_nothing)
+        self._thread = threading.Thread(target=self._listen, name="stop-signals", daemon=True)
+        self._thread.start()
+        _active = self
+        if not _fork_hook_set:  # cannot be taken back, so set once
+            os.register_at_fork(after_in_child=_forget_in_child)
+            _fork_hook_set = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _active
+        if not self._previous:
+            return
+        _active = None
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.write(self._writer, b"\0")
+        self._thread.join()
+        os.close(self._reader)
+        os.close(self._writer)
+
+    @property
+    def exit_code(self) -> int:
+        """Return what the process should end with: 128 + signal, or 0 when none came."""
+        return EXIT_CODES[self.requested] if self.requested else 0
+
+    def _listen(self) -> None:
+        while True:
+            number = os.read(self._reader, 1)[0]
+            if number == 0:
+                return
+            if number not in EXIT_CODES:
+                continue
+            if self.requested is None:
+                self.requested = signal.Signals(number)
+                self._requested_at = time.monotonic()
+            elif time.monotonic() - self._requested_at > ECHO_S:
+                os._exit(EXIT_CODES[signal.Signals(number)])
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Stand in for the default action; the pipe carries the news."""
+
+
+def _forget_in_child() -> None:
+    """A forked loader worker must neither report signals to us nor die of Ctrl-C before us."""
+    if _active is not None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)

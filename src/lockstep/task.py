@@ -1,0 +1,132 @@
+"""What a recipe brings: a model, its data, and a loss that has not been averaged yet.
+
+Owns: the contract between what is trained and the core that trains it. Does
+not own: batches, ranks, devices, steps. The core never looks inside a batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from lockstep.data.order import Order
+from lockstep.plan import Contract
+from lockstep.randomness import keyed_generator
+from lockstep.runtime import World
+
+
+@dataclass(frozen=True, slots=True)
+class PartialLoss:
+    """A loss that has been summed but not yet averaged.
+
+    `weight` counts the units inside `loss_sum`: images, masked residues,
+    scribbled pixels, pairs. Keeping the two apart lets the core divide by the
+    weight of the whole step, so the gradient does not depend on how the units
+    fell on ranks and micro-batches. `parts` are further (sum, weight) pairs to
+    report under their names; they carry no gradient.
+    """
+
+    loss_sum: Tensor
+    weight: Tensor | float
+    parts: Mapping[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a loss may know beside its model and its batch."""
+
+    world: World
+    seed: int
+    step: int
+    """Weight updates made so far."""
+    place: int
+    """Which micro-batch of the step's global batch this is, whatever rank holds it."""
+    training: bool = True
+
+    def generator(self, stream: str) -> torch.Generator:
+        """Return the random stream called `stream` of this micro-batch.
+
+        It differs between micro-batches, repeats on resume, and is the same for
+        every number of ranks. In evaluation it does not depend on the step, so
+        that two evaluations differ by their weights alone.
+        """
+        step = self.step if self.training else "evaluation"
+        return keyed_generator(self.world.device, self.seed, stream, step, self.place)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Concatenate `local` over all ranks, in rank order, carrying gradients. Collective."""
+        return self.world.all_gather(local)
+
+
+class Task:
+    """What is trained. Override what differs from the defaults; `loss` always does."""
+
+    name = "custom"
+    """Written into every checkpoint; a checkpoint of another name is refused."""
+
+    def build_model(self) -> nn.Module:
+        """Return the model, with its initial weights, on the CPU."""
+        raise NotImplementedError
+
+    def train_data(self) -> Any:
+        """Return the training samples: anything with `len` and an integer index, or an iterable."""
+        raise NotImplementedError
+
+    def eval_data(self) -> Any | None:
+        """Return the held-out samples, or None when there is nothing to evaluate."""
+        return None
+
+    def order(self, data: Any, seed: int) -> Order | None:
+        """Return the order to visit `data` in; None shuffles it anew every epoch."""
+        return None
+
+    def banner(self, world: World, contract: Contract) -> list[str]:
+        """Return further lines for the first rank to print before the first step."""
+        return []
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        """Return the optimizer at the base rate; the core applies the schedule to its groups."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=lr, fused=all(p.is_cuda for p in trained))
+
+    def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss | Tensor:
+        """Return the summed loss of a micro-batch and its weight.
+
+        A plain scalar is taken as a mean over the samples of the micro-batch.
+        """
+        raise NotImplementedError
+
+    def evaluate(
+        self, model: nn.Module, batch: Any, context: Context
+    ) -> Mapping[str, tuple[Tensor, Tensor | float]] | PartialLoss | Tensor:
+        """Return named (sum, weight) pairs of one held-out batch; by default the loss."""
+        return self.loss(model, batch, context)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return torchmetrics objects that `evaluate` updates; the core resets and computes them."""
+        return {}
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> Mapping[str, float]:
+        """Do what needs the whole model once (sample, draw); return numbers already reduced.
+
+        Collective: every rank calls it, with the weights that were evaluated.
+        `folder` is the run's folder; only the first rank may write there.
+        """
+        return {}
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Turn a list of samples into a batch."""
+        return default_collate(list(samples))
+
+    def state(self) -> dict[str, Any]:
+        """Return what the task itself must remember across a resume (statistics, vocabularies)."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned."""

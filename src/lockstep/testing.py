@@ -1,0 +1,163 @@
+"""The doubles we test with, for users too: ranks, a world, a task, a clock.
+
+`run_ranks` starts real processes in a real gloo group, forked from one that has
+imported torch already, so that hundreds of such tests fit in minutes.
+"""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.runtime import Launch, World, leave_process
+from lockstep.task import Context, PartialLoss, Task
+
+
+class FakeWorld(World):
+    """A rank of any size without a group: collectives see this rank alone."""
+
+    def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu") -> None:
+        launch = Launch(rank=rank, size=size, local_rank=rank, local_size=size, launcher="fake")
+        super().__init__(launch, torch.device(device), None)
+
+    def all_sum(self, value: Tensor) -> Tensor:
+        """Return this rank's value."""
+        return value
+
+    def all_max(self, *values: int) -> list[int]:
+        """Return this rank's values."""
+        return list(values)
+
+    def all_texts(self, text: str) -> list[str]:
+        """Return this rank's text, as if every rank had said it."""
+        return [text] * self.size
+
+    def all_gather(self, local: Tensor) -> Tensor:
+        """Return this rank's rows."""
+        return local
+
+
+class ManualClock:
+    """A clock that moves when told to."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass."""
+        self.now += seconds
+
+
+class TinyTask(Task):
+    """A regression in float64 whose units fall unevenly on samples; some samples have none.
+
+    The loss of a sample is weighed by 0 to 3 units, so ranks and micro-batches
+    rarely agree on their weight, and a mean of means is visibly wrong.
+    """
+
+    name = "tiny"
+
+    def __init__(self, num_samples: int = 48, num_held_out: int = 10, dropout: float = 0.0) -> None:
+        self.num_samples = num_samples
+        self.num_held_out = num_held_out
+        self.dropout = dropout
+
+    def build_model(self) -> nn.Module:
+        """Return a small network in float64."""
+        layers = (nn.Linear(5, 8), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(8, 3))
+        return nn.Sequential(*layers).double()
+
+    def train_data(self) -> list[dict[str, Tensor]]:
+        """Return `num_samples` samples, always the same."""
+        return _tiny_samples(self.num_samples, seed=1)
+
+    def eval_data(self) -> list[dict[str, Tensor]]:
+        """Return held-out samples."""
+        return _tiny_samples(self.num_held_out, seed=2)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        """Return the squared error summed over units."""
+        error = (model(batch["x"]) - batch["y"]).square().sum(dim=1)
+        units = batch["units"]
+        largest = (error.detach() * (units > 2)).sum(), (units > 2).sum()
+        return PartialLoss((error * units).sum(), units.sum(), {"heavy": largest})
+
+
+def _tiny_samples(count: int, seed: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 5, generator=generator, dtype=torch.float64)
+    y = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    units = torch.randint(0, 4, (count,), generator=generator).double()
+    return [{"x": x[i], "y": y[i], "units": units[i]} for i in range(count)]
+
+
+def run_ranks(num_ranks: int, action: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+    """Run `action(*args)` in `num_ranks` forked processes and return what each returned.
+
+    Each process finds the launch variables of its rank and calls `World.enter`
+    itself. If one fails, the others are ended and its traceback is raised here.
+    """
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    children = []
+    for rank in range(num_ranks):
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=_be_rank, args=(rank, num_ranks, port, sender, action, args))
+        child.start()
+        sender.close()
+        children.append((child, receiver))
+    results: list[Any] = []
+    try:
+        for rank, (_, receiver) in enumerate(children):
+            if not receiver.poll(timeout_s):
+                raise TimeoutError(f"rank {rank} said nothing for {timeout_s} s")
+            try:
+                ok, value = receiver.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a word") from None
+            if not ok:
+                raise RuntimeError(f"rank {rank} failed:\n{value}")
+            results.append(value)
+        return results
+    finally:
+        for child, receiver in children:
+            if len(results) < num_ranks:
+                child.kill()
+            child.join()
+            receiver.close()
+
+
+def _be_rank(
+    rank: int, size: int, port: int, sender: Connection, action: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        sender.send((True, action(*args)))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+    leave_process(0)
+
+
+def free_port() -> int:
+    """Return a port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,4 @@
+"""JiT: a plain vision transformer on pixel patches that predicts the clean image.
+
+Li and He, "Back to Basics: Let Denoising Generative Models Denoise", arXiv 2511.13720.
+"""

@@ -1,0 +1,380 @@
+"""JiT as a task: noise an image, predict what it was, weigh the error by the time.
+
+Owns: the flow between noise and image, the nine losses, what is held out, what an
+evaluation draws and measures. Does not own: the network, decoding files, the loop.
+
+With t from 0 (noise) to 1 (image), noise e and its scale s:
+    x_t = t x + (1 - t) s e        v = dx_t/dt = x - s e
+The network may predict x, e or v, and the error may be measured on any of them.
+
+Shapes: B images, H image side.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from lockstep.errors import ConfigError, DataError
+from lockstep.randomness import seed_all, untouched
+from lockstep.runtime import World
+from lockstep.task import Context, PartialLoss, Task
+from lockstep_recipes.jit import evaluate, text_pixels
+from lockstep_recipes.jit.data import (
+    DataFormat,
+    ImageFolder,
+    Listing,
+    TextFolder,
+    hold_out,
+    match_classes,
+    open_listing,
+    scan,
+)
+from lockstep_recipes.jit.evaluate import FeatureNetwork, Moments
+from lockstep_recipes.jit.inception import load_inception
+from lockstep_recipes.jit.model import JiT, build_jit, check_image_size
+
+Quantity = Literal["x", "eps", "v"]
+
+TIME_BINS = {"loss_t_low": (0.0, 0.25), "loss_t_mid": (0.25, 0.5), "loss_t_high": (0.5, 1.0)}
+"""Parts of the loss by time, from the noisiest images to the cleanest."""
+
+
+class JiTConfig(BaseModel):
+    """Everything that makes one JiT run differ from another, the loop aside."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    variant: str = "JiT-B/4"
+    image_size: int = Field(64, ge=1)
+    data: Path = Path("data/train")
+    val: Path | None = None
+    data_format: DataFormat = "auto"
+    val_fraction: float = Field(0.02, ge=0, le=0.5)
+    """Held out of `data` when there is no `val`."""
+    flip: bool = True
+
+    pred: Quantity = "x"
+    loss: Quantity = "v"
+    p_mean: float = -0.8
+    p_std: float = Field(0.8, gt=0)
+    noise_scale: float | Literal["auto"] = "auto"
+    """1 up to 256 pixels, 2 from 512."""
+    t_eps: float = Field(0.05, gt=0, lt=1)
+    """No division by less than this."""
+    label_drop: float = Field(0.1, ge=0, le=1)
+
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+
+    guidance: float = 2.9
+    guidance_interval: tuple[float, float] = (0.1, 1.0)
+    sample_steps: int = Field(50, ge=1)
+    sample_batch_size: int = Field(64, ge=1)
+    grid: int = Field(16, ge=0)
+    """Samples in the picture of an evaluation; 0 draws none."""
+    num_fid_samples: int = Field(256, ge=0)
+    """Samples compared with real images; 0 compares none."""
+    inception_weights: Path | None = None
+    """With this file the distance is FID; without, it is that of random features."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_image_size(self.variant, self.image_size)
+        if self.num_fid_samples == 1:
+            raise ConfigError("num_fid_samples=1 has no covariance", "0 (off), or 2 and more")
+        low, high = self.guidance_interval
+        if not 0 <= low < high <= 1:
+            raise ConfigError(
+                f"guidance_interval=({low}, {high}) is no interval of t", "for example (0.1, 1.0)"
+            )
+        return self
+
+    @property
+    def resolved_noise_scale(self) -> float:
+        """The noise scale s, with "auto" decided."""
+        if self.noise_scale == "auto":
+            return 2.0 if self.image_size >= 512 else 1.0
+        return self.noise_scale
+
+
+def velocity_of(
+    prediction: Tensor, x_t: Tensor, t: Tensor, pred: Quantity, noise_scale: float, t_eps: float
+) -> Tensor:
+    """Return the velocity that a prediction of x, eps or v implies; `t` broadcasts."""
+    if pred == "x":
+        return (prediction - x_t) / (1 - t).clamp(min=t_eps)
+    if pred == "eps":
+        return (x_t - noise_scale * prediction) / t.clamp(min=t_eps)
+    return prediction
+
+
+def error_factor(
+    t: Tensor, pred: Quantity, loss: Quantity, noise_scale: float, t_eps: float
+) -> Tensor:
+    """Return what an error in the predicted quantity is multiplied by in the loss's quantity.
+
+    For a given x_t each of x, eps and v is a linear function of each other one, so the
+    truth and the prediction, converted alike, differ by this factor times their
+    difference. Every division is by at least `t_eps`.
+    """
+    noise_share, image_share = (1 - t).clamp(min=t_eps), t.clamp(min=t_eps)
+    factors: dict[tuple[Quantity, Quantity], Tensor] = {
+        ("x", "eps"): t / (noise_scale * noise_share),
+        ("x", "v"): 1 / noise_share,
+        ("eps", "x"): noise_scale * (1 - t) / image_share,
+        ("eps", "v"): noise_scale / image_share,
+        ("v", "x"): 1 - t,
+        ("v", "eps"): t / noise_scale,
+    }
+    return factors.get((pred, loss), torch.ones_like(t))
+
+
+class JiTTask(Task):
+    """Train a JiT on a folder of images, or of texts painted as pixels."""
+
+    name = "jit"
+
+    def __init__(self, config: JiTConfig) -> None:
+        self.config = config
+        self._noise_scale = config.resolved_noise_scale
+        self._feature_network: FeatureNetwork | None = None
+        self._reference_moments: Moments | None = None
+
+    # --- data ---------------------------------------------------------------------------------
+
+    @cached_property
+    def listings(self) -> tuple[Listing, Listing]:
+        """What is trained on and what is held out; the second may be empty.
+
+        Raises:
+            DataError: if a folder cannot be used.
+        """
+        config = self.config
+        found = scan(config.data, config.data_format)
+        if config.val is None:
+            return hold_out(found, config.val_fraction)
+        return found, match_classes(scan(config.val, config.data_format), found)
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes the data have; 0 means unconditional."""
+        return len(self.listings[0].classes)
+
+    @property
+    def is_text(self) -> bool:
+        """Say whether the pixels are tokens."""
+        return self.listings[0].kind == "text"
+
+    def train_data(self) -> ImageFolder | TextFolder:
+        """Return the training samples, every second image mirrored."""
+        return open_listing(self.listings[0], self.config.image_size, flip=self.config.flip)
+
+    def eval_data(self) -> ImageFolder | TextFolder | None:
+        """Return the held-out samples as they are."""
+        held_out = self.listings[1]
+        return open_listing(held_out, self.config.image_size, flip=False) if held_out else None
+
+    # --- model --------------------------------------------------------------------------------
+
+    def build_model(self) -> JiT:
+        """Return the network; its weights depend on the seed alone."""
+        with untouched():
+            seed_all(self.config.seed, "weights")
+            return build_jit(self.config.variant, self.config.image_size, self.num_classes)
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        """Return AdamW; norms, biases and single vectors never decay."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in trained if p.ndim >= 2]},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return AdamW(
+            groups,
+            lr=lr,
+            betas=self.config.betas,
+            weight_decay=self.config.weight_decay,
+            fused=all(p.is_cuda for p in trained),
+        )
+
+    # --- loss ---------------------------------------------------------------------------------
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], context: Context) -> PartialLoss:
+        """Noise the images, let the model predict, and sum the error; the unit is an image.
+
+        For texts the unit is a valid pixel.
+        """
+        label = batch["label"]
+        if context.training and self.config.label_drop > 0:
+            chance = torch.rand(
+                label.shape, generator=context.generator("label_drop"), device=label.device
+            )
+            label = torch.where(chance < self.config.label_drop, self.num_classes, label)
+        return self._noised_loss(model, batch, label, context)
+
+    def evaluate(
+        self, model: nn.Module, batch: Mapping[str, Tensor], context: Context
+    ) -> PartialLoss:
+        """Return the loss of held-out images, every label kept and dropout off."""
+        with evaluate.evaluating(model), torch.no_grad():
+            return self._noised_loss(model, batch, batch["label"], context)
+
+    def _noised_loss(
+        self, model: nn.Module, batch: Mapping[str, Tensor], label: Tensor, context: Context
+    ) -> PartialLoss:
+        config, scale = self.config, self._noise_scale
+        x = evaluate.from_bytes(batch["image"])
+        z = torch.randn(len(x), generator=context.generator("t"), device=x.device)
+        t = torch.sigmoid(config.p_mean + config.p_std * z)
+        eps = torch.randn(x.shape, generator=context.generator("noise"), device=x.device)
+
+        t_wide = t[:, None, None, None]
+        x_t = t_wide * x + (1 - t_wide) * scale * eps
+        predicted = model(x_t, t, label).float()
+        truth = {"x": x, "eps": eps, "v": x - scale * eps}[config.pred]
+        squared = (truth - predicted).square().mean(dim=1)  # (B, H, H)
+
+        if "mask" in batch:
+            mask = batch["mask"]
+            per_image, weight = (squared * mask).sum(dim=(1, 2)), mask.sum(dim=(1, 2)).float()
+        else:
+            per_image, weight = squared.mean(dim=(1, 2)), torch.ones_like(t)
+        per_image = per_image * error_factor(t, config.pred, config.loss, scale, config.t_eps) ** 2
+        parts = _by_time(t, per_image.detach(), weight)
+        return PartialLoss(per_image.sum(), weight.sum(), parts)
+
+    # --- evaluation ---------------------------------------------------------------------------
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> Mapping[str, float]:
+        """Draw samples into `folder/samples`, and measure how far they are from real images.
+
+        Collective. Each rank draws its share; a sample depends on its index, the seed
+        and the weights, not on the number of ranks.
+        """
+        config, world = self.config, context.world
+        with evaluate.evaluating(model), torch.no_grad():
+            if config.grid:
+                batches = self._samples(model, context, config.grid)
+                own = torch.cat([_no_images(config.image_size, world.device), *batches])
+                images = world.all_gather(own)
+                if world.is_first:
+                    self._draw(images, Path(folder) / "samples" / f"step_{context.step:08d}.png")
+            if not config.num_fid_samples:
+                return {}
+            reference = self._reference(world)
+            if reference.count < 2:
+                return {}
+            batches = self._samples(model, context, config.num_fid_samples)
+            moments = evaluate.image_moments(batches, self._features(world), world).all_sum(world)
+        distance = evaluate.frechet_of_moments(moments, reference, world)
+        return {"fid" if config.inception_weights else "frechet_random_features": distance}
+
+    def _samples(self, model: nn.Module, context: Context, num: int) -> Iterator[Tensor]:
+        """Yield this rank's share of `num` samples as uint8 batches."""
+        config, world = self.config, context.world
+        settings = evaluate.SamplerSettings(
+            steps=config.sample_steps,
+            guidance=config.guidance,
+            guidance_interval=config.guidance_interval,
+            noise_scale=self._noise_scale,
+        )
+
+        def velocity(x: Tensor, t: float, labels: Tensor) -> Tensor:
+            times = torch.full((len(x),), t, device=x.device)
+            prediction = model(x, times, labels).float()
+            t_wide = times[:, None, None, None]
+            return velocity_of(prediction, x, t_wide, config.pred, self._noise_scale, config.t_eps)
+
+        def draw(indices: range) -> Tensor:
+            noise = evaluate.sample_noise(context.seed, indices, config.image_size)
+            classes = [index % self.num_classes if self.num_classes else 0 for index in indices]
+            labels = torch.tensor(classes, device=world.device)
+            noise = noise.to(world.device)
+            return evaluate.to_bytes(
+                evaluate.sample(velocity, noise, labels, self.num_classes, settings)
+            )
+
+        return evaluate.sample_share(draw, num, config.sample_batch_size, world)
+
+    def _draw(self, images: Tensor, path: Path) -> None:
+        """Write the picture, and for texts what it says; a full disk must not end the run."""
+        pixels = images.cpu().numpy()
+        try:
+            evaluate.save_picture(path, evaluate.tile(pixels))
+            if self.is_text:
+                texts = [text_pixels.decode(text_pixels.read_pixels(image)) for image in pixels]
+                evaluate.save_text(path.with_suffix(".txt"), "\n".join(texts) + "\n")
+        except OSError as error:
+            warnings.warn(f"the samples of this evaluation were not saved: {error}", stacklevel=2)
+
+    def _features(self, world: World) -> FeatureNetwork:
+        """Return the network whose features are compared; built once."""
+        if self._feature_network is None:
+            weights = self.config.inception_weights
+            network = load_inception(weights) if weights else evaluate.RandomFeatures()
+            self._feature_network = network.to(world.device)
+        return self._feature_network
+
+    def _reference(self, world: World) -> Moments:
+        """Return the moments of real images, read once and shared out over the ranks. Collective.
+
+        They are the held-out ones if there are enough, else images spread over the training set.
+        """
+        if self._reference_moments is None:
+            listing = self.listings[1]
+            if len(listing) < self.config.num_fid_samples:
+                listing = self.listings[0]
+            num = min(self.config.num_fid_samples, len(listing))
+            chosen = [index * len(listing) // num for index in evaluate.share(num, world)]
+            data = open_listing(listing.select(chosen), self.config.image_size, flip=False)
+
+            # A rank that cannot read its share must not leave the others waiting for it.
+            failure: DataError | None = None
+            features = self._features(world)
+            moments = Moments.empty(features.num_features, world.device)
+            try:
+                batches = _in_batches(data, self.config.sample_batch_size)
+                moments = evaluate.image_moments(batches, features, world)
+            except DataError as error:
+                failure = error
+            num_failures = world.all_sum(
+                torch.tensor(float(failure is not None), device=world.device)
+            )
+            if failure is not None:
+                raise failure
+            if num_failures:
+                raise DataError(
+                    "another rank could not read its share of the reference images",
+                    "see that rank's error",
+                )
+            self._reference_moments = moments.all_sum(world)
+        return self._reference_moments
+
+
+def _by_time(t: Tensor, per_image: Tensor, weight: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Split a loss into its parts by time, without waiting for the device."""
+    parts = {}
+    for name, (low, high) in TIME_BINS.items():
+        inside = (low <= t) & ((t < high) if high < 1 else (t <= high))
+        parts[name] = ((per_image * inside).sum(), (weight * inside).sum())
+    return parts
+
+
+def _no_images(size: int, device: torch.device) -> Tensor:
+    return torch.empty(0, 3, size, size, dtype=torch.uint8, device=device)
+
+
+def _in_batches(data: Any, batch_size: int) -> Iterator[Tensor]:
+    for start in range(0, len(data), batch_size):
+        stop = min(start + batch_size, len(data))
+        yield torch.stack([data[index]["image"] for index in range(start, stop)])

@@ -1,0 +1,198 @@
+"""What every test may rely on: one thread, no launcher's environment, and nothing left behind.
+
+Each test is followed by the leak police. A test that changed the environment,
+left a thread, a child process or a process group behind ends in an error that
+names what it left; the police then clears it away, so that no other test pays.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import hypothesis
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+# Tests fork ranks from this process. A fork copies an OpenMP pool without its
+# threads, and the first parallel region of the child then waits for ever.
+torch.set_num_threads(1)
+
+# Ask the driver, not the CUDA runtime, whether there is a GPU: a process that
+# has called the runtime cannot fork ranks that use one.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NEEDS_GPU = "needs a GPU"
+GRACE_S = 2.0
+
+hypothesis.settings.register_profile("lockstep", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("lockstep")
+
+
+# --- Environment -------------------------------------------------------------
+
+LAUNCHER_NAMES = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "NCCL_TIMEOUT",
+}
+LAUNCHER_PREFIXES = (
+    "MASTER_",
+    "SLURM_",
+    "SBATCH_",
+    "SRUN_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "MPI_",
+    "MV2_",
+    "TORCHELASTIC_",
+    "ACCELERATE_",
+    "WANDB_",
+    "LOCKSTEP_",
+)
+
+
+def launcher_names(environment: Mapping[str, str]) -> set[str]:
+    """Return the variables by which a launcher, or a user's settings, would steer a run."""
+    return {n for n in environment if n in LAUNCHER_NAMES or n.startswith(LAUNCHER_PREFIXES)}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_launcher() -> Iterator[None]:
+    """Hide the launcher that may have started pytest, also from fixtures of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in launcher_names(os.environ):
+            patch.delenv(name)
+        yield
+
+
+# --- Leak police -------------------------------------------------------------
+
+# Set by pytest for each phase of a test, or by torch when it first compiles.
+UNPOLICED_NAMES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+# Kept by Python and torch for the life of the process that first needed them.
+UNPOLICED_COMMANDS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "torch/_inductor/compile_worker",
+    "torch_shm_manager",
+)
+
+
+def environment() -> dict[str, str]:
+    return {n: v for n, v in os.environ.items() if n not in UNPOLICED_NAMES}
+
+
+def leaked_environment(before: Mapping[str, str]) -> list[str]:
+    """Describe the variables that differ from `before`, and put them back."""
+    after = environment()
+    found = []
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) == after.get(name):
+            continue
+        if name not in before:
+            found.append(f"environment variable {name} was set and not removed")
+            del os.environ[name]
+        else:
+            verb = "changed" if name in after else "removed"
+            found.append(f"environment variable {name} was {verb} and not put back")
+            os.environ[name] = before[name]
+    return found
+
+
+def foreground_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.is_alive() and not t.daemon}
+
+
+def leaked_threads(before: set[threading.Thread]) -> list[str]:
+    """Describe the non-daemon threads that are not in `before` and do not end by themselves."""
+    deadline = time.monotonic() + GRACE_S
+    for thread in foreground_threads() - before:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [f"thread {t.name!r} is still running" for t in foreground_threads() - before]
+
+
+def living_children() -> set[psutil.Process]:
+    return {p for p in psutil.Process().children(recursive=True) if describe(p)}
+
+
+def describe(process: psutil.Process) -> str:
+    """Return the command of `process`; empty for one that has ended or is not policed."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return ""
+        command = " ".join(process.cmdline()) or process.name()
+    except psutil.NoSuchProcess:
+        return ""
+    return "" if any(kept in command for kept in UNPOLICED_COMMANDS) else command
+
+
+def leaked_children(before: set[psutil.Process]) -> list[str]:
+    """Describe the child processes that are not in `before` and do not end; kill them."""
+    deadline = time.monotonic() + GRACE_S
+    while (leaked := living_children() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    found = []
+    for process in leaked:
+        if command := describe(process):
+            found.append(f"child process {process.pid} is still alive: {command[:200]}")
+            process.kill()
+    return found
+
+
+def leaked_group() -> list[str]:
+    """Describe a process group that nobody left, and leave it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    return [f"process group was not left (rank {rank} of {size})"]
+
+
+@pytest.fixture(autouse=True)
+def leak_police(no_launcher: None) -> Iterator[None]:
+    """Fail the test that leaves something behind. Set up first, so it looks last."""
+    variables, threads, children = environment(), foreground_threads(), living_children()
+    yield
+    found = leaked_environment(variables) + leaked_group()
+    found += leaked_threads(threads) + leaked_children(children)
+    if found:
+        pytest.fail("the test leaked:\n  " + "\n  ".join(found), pytrace=False)
+
+
+# --- Data and hardware -------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Return the folder of real data that may lie beside the repository, or skip."""
+    path = REPOSITORY.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip("real data not present: no folder ../shared/data beside the repository")
+    return path
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip(NEEDS_GPU)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    count = sum(isinstance(r.longrepr, tuple) and NEEDS_GPU in r.longrepr[2] for r in skipped)
+    if count:
+        tests = "1 test needs a GPU and was" if count == 1 else f"{count} tests need a GPU and were"
+        terminalreporter.write_line(f"{tests} skipped")

@@ -1,0 +1,756 @@
+"""The folder tree is a promise; these tests keep it.
+
+A newcomer may trust that the spine imports nothing from the ring, that it stays
+small enough to read, that importing does nothing, and that the README's tree is
+the tree. Every guard here has a companion that plants a fault and sees it caught.
+"""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SRC = REPOSITORY / "src"
+RING = {"launch", "doctor", "bench", "certify", "board", "cli"}
+
+SPINE_LINE_BUDGET = 2_500
+FIRST_HOUR = (
+    "task.py",
+    "step.py",
+    "trainer.py",
+    "runtime.py",
+    "config.py",
+    "plan.py",
+    "data/order.py",
+    "data/loader.py",
+    "checkpoint/store.py",
+)
+FIRST_HOUR_LINE_BUDGET = 1_300
+
+PUBLIC_NAMES = {
+    "fit",
+    "RunConfig",
+    "Task",
+    "PartialLoss",
+    "World",
+    "Loader",
+    "train_step",
+    "CheckpointStore",
+    "read_events",
+    "LockstepError",
+}
+
+EMPTY_NAMES = {"utils", "common", "helpers", "manager", "tools"}
+
+
+def files_of(package: str) -> list[Path]:
+    return sorted((SRC / package).rglob("*.py"))
+
+
+def spine_files() -> list[Path]:
+    root = SRC / "lockstep"
+    return [f for f in files_of("lockstep") if f.relative_to(root).parts[0] not in RING]
+
+
+def ring_files() -> list[Path]:
+    return sorted(set(files_of("lockstep")) - set(spine_files()))
+
+
+def name_of(file: Path) -> str:
+    """Return the path below src, as in "lockstep/data/order.py"."""
+    return file.relative_to(SRC).as_posix()
+
+
+def each(files: Iterable[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("file", list(files), ids=name_of)
+
+
+def test_the_guards_have_files_to_look_at() -> None:
+    assert spine_files()
+    assert ring_files()
+    assert files_of("lockstep_recipes")
+
+
+# --- Layers: recipes -> spine, ring -> spine, nothing upward -------------------
+
+
+def nodes_at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run when the module is imported: all but function bodies."""
+    for child in ast.iter_child_nodes(tree):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from nodes_at_import(child)
+
+
+def imported_names(source: str, package: str = "lockstep", *, at_import: bool = False) -> set[str]:
+    """Return the dotted names that `source`, a module of `package`, imports.
+
+    Relative imports are resolved; so is `import_module` with a constant, or with
+    an f-string, of which the constant beginning counts.
+    """
+    tree = ast.parse(source)
+    names: set[str] = set()
+    for node in nodes_at_import(tree) if at_import else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level]
+            base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).rsplit(".", 1)[-1]
+            if called in {"import_module", "__import__"}:
+                start = node.args[0]
+                start = start.values[0] if isinstance(start, ast.JoinedStr) else start
+                if isinstance(start, ast.Constant) and isinstance(start.value, str):
+                    names.add(start.value)
+    return names
+
+
+def package_of(file: Path) -> str:
+    return ".".join(file.relative_to(SRC).parent.parts)
+
+
+def ring_parts(source: str, package: str = "lockstep") -> set[str]:
+    """Return the ring folders that `source` reaches into."""
+    ours = {n for n in imported_names(source, package) if n.startswith("lockstep.")}
+    return {n.split(".")[1] for n in ours} & RING
+
+
+def reaches_recipes(source: str, *, at_import: bool = False) -> bool:
+    names = imported_names(source, at_import=at_import)
+    return any(n.split(".")[0] == "lockstep_recipes" for n in names)
+
+
+@each(spine_files())
+def test_the_spine_never_imports_the_ring(file: Path) -> None:
+    assert not ring_parts(file.read_text(), package_of(file))
+
+
+@each(spine_files())
+def test_the_spine_knows_no_recipe(file: Path) -> None:
+    assert not reaches_recipes(file.read_text())
+
+
+@each(ring_files())
+def test_the_ring_finds_recipes_only_at_run_time(file: Path) -> None:
+    assert not reaches_recipes(file.read_text(), at_import=True)
+
+
+@each(files_of("lockstep_recipes"))
+def test_recipes_never_import_the_ring(file: Path) -> None:
+    assert not ring_parts(file.read_text(), package_of(file))
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import lockstep.launch.local",
+        "import lockstep.launch.local as local",
+        "from lockstep.launch import local",
+        "from lockstep.launch.local import start",
+        "from lockstep import launch",
+        "from .launch import local",
+        "from . import launch",
+        "def late():\n    from lockstep import launch",
+        "if TYPE_CHECKING:\n    from lockstep.launch import local",
+        "importlib.import_module('lockstep.launch.local')",
+        "import_module(f'lockstep.launch.{name}')",
+    ],
+)
+def test_the_ring_guard_can_fail(planted: str) -> None:
+    assert ring_parts(planted) == {"launch"}
+
+
+def test_the_ring_guard_follows_dots_upward() -> None:
+    assert ring_parts("from ..cli import main", "lockstep.data") == {"cli"}
+    assert ring_parts("from .launch import x", "lockstep.data") == set()
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import lockstep_recipes",
+        "import lockstep_recipes.jit.task",
+        "from lockstep_recipes.jit import task",
+        "class Late:\n    import lockstep_recipes",
+        "found = import_module(f'lockstep_recipes.{name}')",
+    ],
+)
+def test_the_recipe_guard_can_fail(planted: str) -> None:
+    assert reaches_recipes(planted, at_import=True)
+
+
+def test_the_recipe_guard_tells_run_time_from_import() -> None:
+    late = "def find(name):\n    return import_module(f'lockstep_recipes.{name}')"
+    assert reaches_recipes(late)
+    assert not reaches_recipes(late, at_import=True)
+
+
+# --- Size ----------------------------------------------------------------------
+
+
+def over_budget(sources: Mapping[str, str], budget: int) -> str:
+    """Return what is too long, longest file first; empty when the budget holds."""
+    lines = {name: len(source.splitlines()) for name, source in sources.items()}
+    total = sum(lines.values())
+    if total <= budget:
+        return ""
+    longest = sorted(lines.items(), key=lambda item: -item[1])
+    return f"{total} lines, budget {budget}: " + ", ".join(f"{n} {count}" for n, count in longest)
+
+
+def test_the_spine_stays_small() -> None:
+    sources = {name_of(f): f.read_text() for f in spine_files()}
+    assert not over_budget(sources, SPINE_LINE_BUDGET)
+
+
+def test_the_first_hour_is_an_hour() -> None:
+    sources = {name: (SRC / "lockstep" / name).read_text() for name in FIRST_HOUR}
+    assert not over_budget(sources, FIRST_HOUR_LINE_BUDGET)
+
+
+def test_the_budget_guard_can_fail() -> None:
+    sources = {"a.py": "x = 1\n", "b.py": "x = 1\n\ny = 2\n"}
+    assert over_budget(sources, 4) == ""
+    assert over_budget(sources, 3) == "4 lines, budget 3: b.py 3, a.py 1"
+
+
+# --- Names ---------------------------------------------------------------------
+
+
+def run_python(code: str, *arguments: object, **changes: str) -> str:
+    """Run `code` in a fresh interpreter and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **changes},
+        cwd=changes.get("HOME"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SURFACE = """
+import json, sys
+sys.path.insert(0, sys.argv[2])
+package = __import__(sys.argv[1])
+eager = "torch" in sys.modules
+shown = [n for n in dir(package) if not n.startswith("_")]
+missing = [n for n in package.__all__ if not hasattr(package, n)]
+print(json.dumps(dict(eager=eager, all=list(package.__all__), shown=shown, missing=missing)))
+"""
+
+
+def surface_faults(package: str, path: Path, names: set[str]) -> set[str]:
+    """Return what is wrong with the public surface of `package`, seen freshly imported."""
+    seen = json.loads(run_python(SURFACE, package, path))
+    checks = {
+        "import torch": not seen["eager"],
+        "__all__": sorted(seen["all"]) == sorted(names),
+        "dir": set(seen["shown"]) == names,
+        "missing": not seen["missing"],
+    }
+    return {fault for fault, passed in checks.items() if not passed}
+
+
+def test_ten_names_are_public_and_imported_lazily() -> None:
+    assert not surface_faults("lockstep", SRC, PUBLIC_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("planted", "fault"),
+    [
+        ("import torch\n__all__ = ['fit']\nfit = 1\ndel torch", "import torch"),
+        ("__all__ = ['fit', 'more']\nfit = more = 1", "__all__"),
+        ("__all__ = ['fit', 'fit']\nfit = 1", "__all__"),
+        ("__all__ = ['fit']\nfit = 1\nhelper = 2", "dir"),
+        ("__all__ = ['fit']\ndef __dir__():\n    return ['fit']", "missing"),
+    ],
+)
+def test_the_surface_guard_can_fail(planted: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(planted)
+    assert fault in surface_faults("planted", tmp_path, {"fit"})
+
+
+def empty_names(paths: Iterable[str]) -> set[str]:
+    """Return the paths with a part whose name says nothing about what is inside."""
+    return {p for p in paths if EMPTY_NAMES & {part.split(".")[0] for part in p.split("/")}}
+
+
+def test_files_are_called_after_what_they_hold() -> None:
+    files = [name_of(f) for package in ("lockstep", "lockstep_recipes") for f in files_of(package)]
+    assert not empty_names(files)
+
+
+@pytest.mark.parametrize("planted", ["lockstep/utils.py", "lockstep/common/order.py"])
+def test_the_name_guard_can_fail(planted: str) -> None:
+    assert empty_names([planted, "lockstep/toolshed.py"]) == {planted}
+
+
+# --- Importing does nothing ------------------------------------------------------
+
+IMPORT_EVERYTHING = """
+import importlib, json, logging, os, pkgutil, random, signal, sys, threading
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[2])
+import numpy, torch
+
+watched = [Path(folder) for folder in sys.argv[2:]]
+
+def look():
+    return {
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "threads": sorted(t.name for t in threading.enumerate()),
+        "files": sorted(str(f) for w in watched for f in w.rglob("*") if f.suffix != ".pyc"),
+        "default dtype": str(torch.get_default_dtype()),
+        "default device": str(torch.get_default_device()),
+        "torch threads": torch.get_num_threads(),
+        "determinism": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "process group": torch.distributed.is_initialized(),
+        "cuda": torch.cuda.is_initialized(),
+        "random state": [
+            hash(torch.get_rng_state().numpy().tobytes()),
+            hash(random.getstate()),
+            hash(numpy.random.get_state()[1].tobytes()),
+        ],
+        "signals": [str(signal.getsignal(s)) for s in signal.valid_signals()],
+        "excepthook": sys.excepthook is sys.__excepthook__,
+        "log handlers": len(logging.getLogger().handlers),
+    }
+
+before = look()
+package = importlib.import_module(sys.argv[1])
+found = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+modules = [name for name in found if not name.endswith("__main__")]
+for name in modules:
+    importlib.import_module(name)
+after = look()
+print()
+print(json.dumps([len(modules), [key for key in before if before[key] != after[key]]]))
+"""
+
+
+def import_side_effects(package: str, path: Path, empty: Path) -> tuple[int, set[str]]:
+    """Import all of `package` in a fresh process; return how many modules, and what that changed.
+
+    HOME, the temporary folder and the working folder of that process lie in
+    `empty`, so that a file written to any of them is seen.
+    """
+    here = str(empty)
+    output = run_python(IMPORT_EVERYTHING, package, path, empty, HOME=here, TMPDIR=here)
+    num_modules, changed = json.loads(output.splitlines()[-1])
+    said = {"printed"} if output.strip().count("\n") else set()
+    return num_modules, {*changed, *said}
+
+
+@pytest.mark.parametrize("package", ["lockstep", "lockstep_recipes"])
+def test_importing_has_no_side_effects(package: str, tmp_path: Path) -> None:
+    num_modules, changed = import_side_effects(package, SRC, tmp_path)
+    assert not changed
+    assert num_modules >= len([f for f in files_of(package) if not f.name.startswith("__")])
+
+
+PLANTED_EFFECTS = """
+import os, pathlib, random, signal, sys, threading, logging, torch, numpy
+os.environ["PLANTED"] = "1"
+threading.Thread(target=threading.Event().wait, name="planted", daemon=True).start()
+pathlib.Path.home().joinpath("planted").write_text("")
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+torch.set_num_threads(torch.get_num_threads() + 1)
+torch.use_deterministic_algorithms(True)
+torch.set_float32_matmul_precision("medium")
+random.seed(0)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sys.excepthook = print
+logging.basicConfig()
+print("hello")
+"""
+
+
+def test_the_import_guard_can_fail(tmp_path: Path) -> None:
+    package, empty = tmp_path / "src" / "planted", tmp_path / "empty"
+    package.mkdir(parents=True)
+    empty.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "inner.py").write_text(PLANTED_EFFECTS)
+    num_modules, changed = import_side_effects("planted", package.parent, empty)
+    assert num_modules == 1
+    assert changed == {
+        "environment",
+        "threads",
+        "files",
+        "default dtype",
+        "default device",
+        "torch threads",
+        "determinism",
+        "matmul precision",
+        "random state",
+        "signals",
+        "excepthook",
+        "log handlers",
+        "printed",
+    }
+
+
+# --- Who may read the environment, issue a collective, wait for the device ---------
+
+# parallel.py may name torch.distributed (it shards models) but communicates through World.
+MAY_READ_ENVIRONMENT = (
+    "lockstep/runtime.py",
+    "lockstep/testing.py",
+    "lockstep/launch/",
+    "lockstep/cli/",
+)
+MAY_COMMUNICATE = MAY_READ_ENVIRONMENT
+
+ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
+COLLECTIVES = {
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "gather_object",
+    "init_process_group",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "new_subgroups",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+}
+
+
+def names_used(source: str) -> set[str]:
+    """Return the dotted names `source` imports or uses, with import aliases undone."""
+    tree = ast.parse(source)
+    full: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            full |= {a.asname: a.name for a in node.names if a.asname}
+        elif isinstance(node, ast.ImportFrom):
+            full |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    names = imported_names(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            first, *rest = ast.unparse(node).split(".")
+            names.add(".".join([full.get(first, first), *rest]))
+    return names
+
+
+def environment_reads(source: str) -> set[str]:
+    return names_used(source) & ENVIRONMENT
+
+
+def collectives_used(source: str) -> set[str]:
+    distributed = {n for n in names_used(source) if n.startswith("torch.distributed.")}
+    return {n for n in distributed if n.rsplit(".", 1)[-1] in COLLECTIVES}
+
+
+ALL_FILES = files_of("lockstep") + files_of("lockstep_recipes")
+
+
+@each(f for f in ALL_FILES if not name_of(f).startswith(MAY_READ_ENVIRONMENT))
+def test_only_the_runtime_reads_the_environment(file: Path) -> None:
+    assert not environment_reads(file.read_text())
+
+
+@each(f for f in ALL_FILES if not name_of(f).startswith(MAY_COMMUNICATE))
+def test_only_the_runtime_issues_collectives(file: Path) -> None:
+    assert not collectives_used(file.read_text())
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import os\nrank = os.environ['RANK']",
+        "import os\nrank = os.environ.get('RANK')",
+        "import os as system\nrank = system.environ['RANK']",
+        "from os import environ",
+        "from os import environ as e\ne['RANK'] = '0'",
+        "import os\nrank = os.getenv('RANK')",
+        "def late():\n    import os\n    return dict(os.environ)",
+    ],
+)
+def test_the_environment_guard_can_fail(planted: str) -> None:
+    assert environment_reads(planted)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import torch\ntorch.distributed.all_reduce(x)",
+        "import torch.distributed as dist\ndist.barrier()",
+        "from torch import distributed as dist\ndist.barrier()",
+        "from torch.distributed import broadcast",
+        "from torch.distributed.nn.functional import all_gather as gather\ngather(x)",
+        "import torch.distributed.nn as dnn\ndnn.functional.all_reduce(x)",
+        "import torch.distributed as dist\nwait = dist.all_to_all_single",
+    ],
+)
+def test_the_collective_guard_can_fail(planted: str) -> None:
+    assert collectives_used(planted)
+
+
+def test_the_collective_guard_lets_world_methods_and_sharding_pass() -> None:
+    fine = "from torch.distributed.fsdp import fully_shard\nworld.all_reduce(x)\nfully_shard(model)"
+    assert not collectives_used(fine)
+
+
+HOST_SYNCS = {"item", "cpu", "tolist"}
+
+
+def host_syncs(source: str) -> list[str]:
+    """Return each call in `source` that makes the host wait for the device, with its line."""
+    calls = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call))
+    named = ((n.lineno, n.func.attr) for n in calls if isinstance(n.func, ast.Attribute))
+    return [f"line {line}: .{name}()" for line, name in named if name in HOST_SYNCS]
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    assert not host_syncs((SRC / "lockstep" / "step.py").read_text())
+
+
+@pytest.mark.parametrize("name", sorted(HOST_SYNCS))
+def test_the_host_sync_guard_can_fail(name: str) -> None:
+    assert host_syncs(f"y = x\nz = y.sum().{name}()") == [f"line 2: .{name}()"]
+    assert host_syncs(f"{name} = y.{name}_size") == []
+
+
+# --- The README's tree is the tree -------------------------------------------------
+
+ROOT = "src/lockstep/"
+FILE_NAME = re.compile(r"[\w-]+\.\w+")
+
+
+def readme_tree(readme: str) -> set[str]:
+    """Return the paths below src/lockstep in the fenced tree of `readme`.
+
+    The tree begins at the line `src/lockstep/`. Deeper lines begin with a file
+    name, several, or a folder ending in a slash; the words after it say what it
+    is. A folder's own line may name its files, separated by commas, each with a
+    remark in parentheses. Folders are in the result, with their slash.
+
+    >>> sorted(
+    ...     readme_tree('''
+    ... ```
+    ... src/lockstep/
+    ...   step.py   one step
+    ...   data/     order.py (pure), loader.py
+    ...   board/    the page
+    ...     page.html  markup
+    ... ```
+    ... ''')
+    ... )
+    ['board/', 'board/page.html', 'data/', 'data/loader.py', 'data/order.py', 'step.py']
+    """
+    found: set[str] = set()
+    for block in re.findall(r"^```[^\n]*\n(.*?)^```", readme, flags=re.MULTILINE | re.DOTALL):
+        folders: list[tuple[int, str]] = []  # (indent, path) of the folders that are open
+        for raw in block.splitlines():
+            line = re.sub(r"[│├└─|`]", " ", raw)
+            words = line.split()
+            if not words:
+                continue
+            indent = len(line) - len(line.lstrip())
+            while folders and indent <= folders[-1][0]:
+                folders.pop()
+            if words[0] == ROOT:
+                folders = [(indent, "")]
+            elif folders and words[0].endswith("/"):
+                path = folders[-1][1] + words[0]
+                folders.append((indent, path))
+                remarks = re.sub(r"\([^)]*\)", "", line.split(words[0], 1)[1])
+                listed = [part.strip() for part in remarks.split(",")]
+                found |= {path, *(path + name for name in listed if FILE_NAME.fullmatch(name))}
+            elif folders:
+                for word in words:
+                    if not FILE_NAME.fullmatch(word):
+                        break
+                    found.add(folders[-1][1] + word)
+    return found
+
+
+def tree_faults(readme: str, files: set[str]) -> list[str]:
+    """Return where the tree in `readme` differs from `files`, paths below src/lockstep.
+
+    Package markers need no line, and a folder's line stands for what is in it
+    that is not Python.
+    """
+    tree = readme_tree(readme)
+    if not tree:
+        return [f"README.md has no fenced tree that begins with {ROOT}"]
+    folders = {f.rsplit("/", 1)[0] + "/" for f in files if "/" in f}
+    unlisted = {
+        f
+        for f in files - tree
+        if not f.endswith(("/__init__.py", "py.typed"))
+        and (f.endswith(".py") or not any(f.startswith(d) for d in tree if d.endswith("/")))
+    }
+    gone = {t for t in tree - files if not any(d.startswith(t) for d in folders)}
+    return sorted(f"not in the tree: {f}" for f in unlisted) + sorted(f"gone: {t}" for t in gone)
+
+
+def test_the_readme_lists_every_file() -> None:
+    root = SRC / "lockstep"
+    paths = [f.relative_to(root) for f in root.rglob("*") if f.is_file()]
+    files = {p.as_posix() for p in paths if "__pycache__" not in p.parts}
+    readme = REPOSITORY / "README.md"
+    assert not tree_faults(readme.read_text() if readme.exists() else "", files)
+
+
+TREE = """
+Text, and a block without a tree:
+
+```
+make test
+```
+
+```text
+README.md         this page
+src/lockstep/
+  __init__.py     the public names
+  step.py         one step, see trainer.py
+  data/           order.py (which sample, pure), feed.py
+  board/
+    server.py     serve
+    page/         what the browser shows
+src/lockstep_recipes/
+  jit/
+    task.py       elsewhere
+```
+"""
+TREE_FILES = {
+    "__init__.py",
+    "py.typed",
+    "step.py",
+    "data/__init__.py",
+    "data/order.py",
+    "data/feed.py",
+    "board/__init__.py",
+    "board/server.py",
+    "board/page/index.html",
+}
+
+
+def test_the_tree_is_read_as_written() -> None:
+    assert tree_faults(TREE, TREE_FILES) == []
+    drawn = "```\nsrc/lockstep/\n├── step.py   a step\n└── data/\n    └── order.py  pure\n```\n"
+    assert tree_faults(drawn, {"step.py", "data/order.py"}) == []
+
+
+def test_the_tree_guard_can_fail() -> None:
+    assert tree_faults("# lockstep\n", TREE_FILES)
+    assert tree_faults(TREE, TREE_FILES | {"new.py"}) == ["not in the tree: new.py"]
+    assert tree_faults(TREE, TREE_FILES | {"data/new.py"}) == ["not in the tree: data/new.py"]
+    assert tree_faults(TREE, TREE_FILES | {"guard/a.txt"}) == ["not in the tree: guard/a.txt"]
+    assert tree_faults(TREE, TREE_FILES - {"step.py"}) == ["gone: step.py"]
+    assert tree_faults(TREE, TREE_FILES - {"board/page/index.html"}) == ["gone: board/page/"]
+
+
+# --- The leak police of conftest.py ---------------------------------------------
+
+PLANTED_LEAKS = """
+import os, subprocess, sys, threading
+import pytest, torch.distributed as dist
+
+def test_sets_a_variable(): os.environ["PLANTED_VARIABLE"] = "1"
+def test_changes_a_variable(): os.environ["PLANTED_BEFORE"] = "other"
+def test_removes_a_variable(): del os.environ["PLANTED_BEFORE"]
+def test_leaves_a_thread(): threading.Timer(6, int).start()
+def test_leaves_a_process(): subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+def test_leaves_a_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def test_leaves_nothing(monkeypatch):
+    monkeypatch.setenv("PLANTED_VARIABLE", "1")
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    assert os.environ["PLANTED_BEFORE"] == "before"
+    assert not {"RANK", "MASTER_ADDR", "SLURM_PROCID"} & set(os.environ)
+
+@pytest.mark.gpu
+def test_needs_a_gpu(): pass
+"""
+
+
+@pytest.fixture(scope="module")
+def leak_report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return what pytest says about the planted leaks, under the conftest of this folder."""
+    folder = tmp_path_factory.mktemp("leaks")
+    shutil.copy(Path(__file__).with_name("conftest.py"), folder)
+    (folder / "test_planted.py").write_text(PLANTED_LEAKS)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    launcher = {"RANK": "3", "MASTER_ADDR": "nowhere", "SLURM_PROCID": "3"}
+    kept = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
+    options = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "."],
+        env={**kept, **launcher, "PLANTED_BEFORE": "before", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    ).stdout
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("sets_a_variable", "environment variable PLANTED_VARIABLE was set"),
+        ("changes_a_variable", "environment variable PLANTED_BEFORE was changed"),
+        ("removes_a_variable", "environment variable PLANTED_BEFORE was removed"),
+        ("leaves_a_thread", r"thread 'Thread-\d+' is still running"),
+        ("leaves_a_process", r"child process \d+ is still alive: .*time\.sleep\(60\)"),
+        ("leaves_a_group", r"process group was not left \(rank 0 of 1\)"),
+    ],
+)
+def test_the_leak_police_can_fail(test: str, message: str, leak_report: str) -> None:
+    heading = rf"^_+ ERROR at teardown of test_{test} _+$"
+    assert re.search(heading + rf"\nthe test leaked:\n  {message}", leak_report, re.MULTILINE)
+
+
+def test_the_leak_police_lets_a_clean_test_pass(leak_report: str) -> None:
+    assert "ERROR at teardown of test_leaves_nothing" not in leak_report
+    assert "7 passed, 1 skipped, 6 errors" in leak_report
+
+
+def test_tests_skipped_for_want_of_a_gpu_are_counted(leak_report: str) -> None:
+    assert "\n1 test needs a GPU and was skipped\n" in leak_report
