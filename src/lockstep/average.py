@@ -16,10 +16,8 @@ class Averages:
 
     def __init__(self, model: nn.Module, decays: tuple[float, ...]) -> None:
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
-        self._sources = [p for p in model.parameters() if p.requires_grad]
-        self.copies = {
-            decay: [p.detach().clone() for p in self._sources] for decay in decays
-        }
+        self._sources: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self.copies = {decay: [p.detach().clone() for p in self._sources] for decay in decays}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -29,7 +27,7 @@ class Averages:
 
     @contextmanager
     def applied(self, decay: float) -> Iterator[None]:
-        """Put the average of `decay` into the model inside the block, and the weights back after."""
+        """Put one average into the model inside the block, and the weights back after."""
         self._swap(decay)
         try:
             yield

@@ -83,7 +83,8 @@ class RunConfig(BaseModel):
     timeout_s: PositiveFloat = 1800.0
     log_every: PositiveInt = 10
     resume: str = "auto"
-    """`auto`: go on from the newest good checkpoint, if any; `never`; or a checkpoint's path."""
+    """`auto`: go on from the newest good checkpoint, if any. `never`: refuse a folder that holds
+    one. `discard`: throw away what the folder holds. Or a checkpoint's path."""
     accept_changes: bool = False
     """Go on from a checkpoint although batch, rate or data have changed since."""
 

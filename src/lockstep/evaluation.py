@@ -57,7 +57,9 @@ def evaluate(
     table = torch.stack([local.get(name, torch.zeros(2, dtype=torch.float64)) for name in names])
     sums = world.all_sum(table)
     reduced = {
-        name: float(value / weight) for name, (value, weight) in zip(names, sums, strict=True) if name
+        name: float(value / weight)
+        for name, (value, weight) in zip(names, sums, strict=True)
+        if name
     }
     return reduced | {name: float(metric.compute()) for name, metric in metrics.items()}
 

@@ -6,6 +6,7 @@ Does not own: when gradients are exchanged; the step says so.
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,11 +27,12 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
     has_statistics = any(isinstance(part, _BatchNorm) for part in model.modules())
     known = inspect.signature(DistributedDataParallel).parameters
     following = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {following: has_statistics}  # renamed in torch 2.13
     return DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        **{following: has_statistics},  # renamed in torch 2.13
+        **options,
     )
 
 

@@ -160,8 +160,9 @@ class Contract:
         plan = self.plan
         factor = self.effective_lr / self.base_lr
         return [
-            f"Batch size: {plan.batch_size} per GPU, {plan.total_batch} total "
-            f"(x {plan.world_size}), {plan.global_batch} effective (x {plan.accumulate} accumulated)",
+            f"Batch size: {plan.batch_size} per GPU, "
+            f"{plan.total_batch} total (x {plan.world_size}), "
+            f"{plan.global_batch} effective (x {plan.accumulate} accumulated)",
             f"Steps per epoch: {plan.steps_per_epoch} "
             f"({plan.samples_per_epoch} of {plan.num_samples} samples, {plan.dropped} dropped)",
             f"Base LR: {self.base_lr:g}, rule: {self.lr_scaling}, factor: {factor:g}, "
@@ -200,7 +201,7 @@ def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> 
         )
     if world_size > stored.plan.leaves_per_step:
         raise ConfigError(
-            f"{world_size} ranks, but the run's step has {stored.plan.leaves_per_step} micro-batches",
+            f"{world_size} ranks, but a step has {stored.plan.leaves_per_step} micro-batches",
             f"{stored.plan.leaves_per_step} ranks or fewer",
         )
     return moved

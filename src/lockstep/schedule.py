@@ -17,7 +17,7 @@ Schedule = Callable[[int], float]
 
 
 class ScheduleConfig(BaseModel):
-    """Warm up, then hold or decay. A warm-up in epochs is converted with the true steps per epoch."""
+    """Warm up, then hold or decay. Epochs of warm-up become steps by the true steps per epoch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,7 +27,9 @@ class ScheduleConfig(BaseModel):
     floor: NonNegativeFloat = 0.0
 
 
-def build_schedule(config: ScheduleConfig, steps_per_epoch: int | None, total_steps: int) -> Schedule:
+def build_schedule(
+    config: ScheduleConfig, steps_per_epoch: int | None, total_steps: int
+) -> Schedule:
     """Return the schedule `config` asks for over a run of `total_steps`."""
     warmup_steps = warmup_length(config, steps_per_epoch)
     if config.shape == "cosine":

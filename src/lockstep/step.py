@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lockstep.data.loader import MicroBatch, StepBatch
+from lockstep.data.loader import StepBatch
+from lockstep.data.reader import MicroBatch
 from lockstep.parallel import local_gradients
 from lockstep.randomness import seed_torch
 from lockstep.runtime import World
@@ -68,7 +69,7 @@ def train_step(
         with nullcontext() if is_last else local_gradients(model):
             with autocast or nullcontext():
                 part = as_partial(loss(model, micro_batch.data, context), micro_batch)
-            (scaler.scale(part.loss_sum) if scaler else part.loss_sum).backward()
+            (scaler.scale(part.loss_sum) if scaler else part.loss_sum).backward()  # type: ignore[no-untyped-call]
         rows.append(_row(part))
 
     # One collective carries every sum: a second one would be a second place

@@ -4,8 +4,9 @@ Owns: the contract between what is trained and the core that trains it. Does
 not own: batches, ranks, devices, steps. The core never looks inside a batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,22 +108,23 @@ class Task:
         return self.loss(model, batch, context)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return torchmetrics objects that `evaluate` updates; the core resets and computes them."""
+        """Return torchmetrics objects that `evaluate` updates; the core resets and reads them."""
         return {}
 
     def finish_evaluation(
         self, model: nn.Module, context: Context, folder: str
-    ) -> Mapping[str, float]:
+    ) -> Mapping[str, float | Path]:
         """Do what needs the whole model once (sample, draw); return numbers already reduced.
 
         Collective: every rank calls it, with the weights that were evaluated.
-        `folder` is the run's folder; only the first rank may write there.
+        `folder` is the run's folder; only the first rank may write there. A path
+        that is returned names a picture.
         """
         return {}
 
-    def collate(self, samples: Sequence[Any]) -> Any:
+    def collate(self, samples: list[Any]) -> Any:
         """Turn a list of samples into a batch."""
-        return default_collate(list(samples))
+        return default_collate(samples)
 
     def state(self) -> dict[str, Any]:
         """Return what the task itself must remember across a resume (statistics, vocabularies)."""

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.runtime import Launch, World, leave_process
+from lockstep.detect import Launch
+from lockstep.runtime import World, leave_process
 from lockstep.task import Context, PartialLoss, Task
 
 
@@ -101,7 +102,9 @@ def _tiny_samples(count: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"x": x[i], "y": y[i], "units": units[i]} for i in range(count)]
 
 
-def run_ranks(num_ranks: int, action: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+def run_ranks(
+    num_ranks: int, action: Callable[..., Any], *args: Any, timeout_s: float = 60
+) -> list[Any]:
     """Run `action(*args)` in `num_ranks` forked processes and return what each returned.
 
     Each process finds the launch variables of its rank and calls `World.enter`

@@ -173,13 +173,14 @@ def _tensor_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for _, tensor in ordered:
-        content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        in_bytes = tensor.cpu().contiguous().unsqueeze(-1).view(torch.uint8).reshape(-1)
+        content = in_bytes.numpy().data
         for start in range(0, len(content), CHUNK_BYTES):
             yield content[start : start + CHUNK_BYTES]
 
 
-def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file through to the disk; return its size and hash."""
+def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, int | str]:
+    """Write a new file through to the disk; return what a manifest says of it."""
     digest = hashlib.sha256()
     size_bytes = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -195,7 +196,7 @@ def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, 
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
-    return size_bytes, digest.hexdigest()
+    return {"size_bytes": size_bytes, "sha256": digest.hexdigest()}
 
 
 def _seal(manifest: Mapping[str, Any]) -> bytes:
@@ -228,7 +229,10 @@ def _parse_manifest(folder: Path, raw: bytes) -> Checkpoint:
             step=int(manifest["step"]),
             recipe=str(manifest["recipe"]),
             meta=dict(manifest["meta"]),
-            files={str(name): (int(n), str(sha)) for name, (n, sha) in manifest["files"].items()},
+            files={
+                name: (int(facts["size_bytes"]), str(facts["sha256"]))
+                for name, facts in manifest["files"].items()
+            },
             skeletons=dict(manifest["skeletons"]),
         )
         if set(checkpoint.files) != {file_name(part) for part in checkpoint.parts}:

@@ -111,8 +111,8 @@ class CheckpointStore:
 
     def aliases(self) -> dict[str, str]:
         """Return each alias with the name of the folder it stands for."""
-        links = (e for e in self._entries() if e.is_symlink() and e.is_dir())
-        return {link.name: Path(link.path).resolve().name for link in links}
+        links = (e for e in self._entries() if e.is_symlink() and os.path.isdir(e.path))
+        return {link.name: os.path.basename(os.path.realpath(link.path)) for link in links}
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder, valid or not, in ascending order."""
@@ -156,8 +156,10 @@ class CheckpointStore:
             CheckpointError: there is none, it is damaged, or it belongs to another recipe.
         """
         for base in (Path(), self.folder, self.folder.parent):
-            found = (base / path).resolve()
-            if (found / MANIFEST).exists() or (found.is_dir() and STEP_FOLDER.match(found.name)):
+            if not os.path.isdir(base / path):
+                continue
+            found = Path(os.path.realpath(base / path))
+            if STEP_FOLDER.fullmatch(found.name) or os.path.lexists(found / MANIFEST):
                 return self._of_this_recipe(read_checkpoint(found))
         raise self._not_found(str(path))
 

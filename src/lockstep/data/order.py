@@ -1,17 +1,15 @@
 """Which sample goes into which step, on which rank: pure functions, nothing stored.
 
-Owns: the permutation of an epoch, the cut of a step into leaves, and the ledger
-that proves what was consumed. Does not own: reading samples. The whole position
-of a run is one integer, the number of samples consumed.
+Owns: the permutation of an epoch and the cut of a step into leaves. Does not
+own: reading samples. The whole position of a run is one integer, the number of
+samples consumed.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lockstep.plan import BatchPlan
@@ -54,7 +52,7 @@ class Shuffled:
         while outside.any():
             left, right = np.divmod(values[outside], side)
             for key in keys:
-                left, right = right, (left + _mix(right ^ key) % side) % side
+                left, right = right, (left + mix(right ^ key) % side) % side
             values[outside] = left * side + right
             outside = values >= self.num_samples
         return values.astype(np.int64)
@@ -117,54 +115,7 @@ def leaves_of(plan: BatchPlan, step: int, rank: int) -> list[Leaf]:
     return [leaf(place) for place in range(first, last)] or [leaf(num_leaves - 1, borrowed=True)]
 
 
-class Ledger:
-    """A running digest of the (epoch, sample) pairs consumed since the epoch began.
-
-    It is a sum of hashes, so it does not depend on order or on ranks, and parts
-    from several ranks add up to the whole.
-    """
-
-    def __init__(self, digest: int = 0, count: int = 0) -> None:
-        self.digest = digest
-        self.count = count
-
-    def add(self, epoch: int, ids: Ids) -> None:
-        """Count `ids` as consumed in `epoch`."""
-        key = np.uint64(derive_seed("ledger", epoch))
-        with np.errstate(over="ignore"):
-            self.digest += int(_mix(ids.astype(np.uint64) ^ key).sum(dtype=np.uint64))
-        self.digest %= 2**64
-        self.count += len(ids)
-
-    def plus(self, local: "Ledger", all_sum: Callable[[torch.Tensor], torch.Tensor]) -> "Ledger":
-        """Return this ledger with every rank's local entries added.
-
-        64-bit sums wrap around the same way in any order, so ranks add up exactly.
-        """
-        signed = local.digest - 2**64 if local.digest >= 2**63 else local.digest
-        digest, count = all_sum(torch.tensor([signed, local.count])).tolist()
-        return Ledger((self.digest + digest) % 2**64, self.count + count)
-
-    @classmethod
-    def of_epoch(cls, order: Order, plan: BatchPlan, epoch: int) -> "Ledger":
-        """Return what the ledger must read when `epoch` is complete."""
-        ledger = cls()
-        for start in range(0, plan.samples_per_epoch, 1 << 20):
-            stop = min(start + (1 << 20), plan.samples_per_epoch)
-            ledger.add(epoch, order.ids(epoch, start, stop))
-        return ledger
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and (self.digest, self.count) == (other.digest, other.count)
-
-    def __hash__(self) -> int:
-        return hash((self.digest, self.count))
-
-    def __str__(self) -> str:
-        return f"{self.digest:016x}"
-
-
-def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Scramble 64-bit words: every input bit reaches every output bit."""
     with np.errstate(over="ignore"):
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -87,9 +87,9 @@ class Console:
             if self._wants_bar:
                 self._guarded(lambda: self._move_bar(event))
                 return
-        self.note(self._step_line(event) if kind == "step" else _line(event))
         if kind == "run_end":
             self.close()
+        self.note(self._step_line(event) if kind == "step" else _line(event))
 
     def note(self, text: str) -> None:
         """Print lines, above the bar if there is one."""
@@ -118,9 +118,9 @@ class Console:
             return
         if self._bar is None:
             self._bar = _build_bar(self._stream, self._total_steps)
-            self._bar.start()
         report = "  ".join([*_worded(event, BAR_FIELDS), *self._time_left()])
         self._bar.update(self._bar.task_ids[0], completed=event["step"], report=report)
+        self._bar.start()
         if self._clock() - self._drawn >= REDRAW_S or event["step"] >= self._total_steps:
             self._drawn = self._clock()
             self._bar.refresh()

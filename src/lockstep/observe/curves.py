@@ -89,7 +89,7 @@ def _draw_pace(axes: "Axes", rate: Series, speed: Series) -> None:
     axes.set_ylabel("learning rate", color=TRAIN)
     axes.tick_params(axis="y", labelcolor=TRAIN)
     axes.set_ylim(bottom=0.0)
-    axes.yaxis.set_major_formatter("{x:.2g}")
+    axes.yaxis.set_major_formatter("{x:.1e}")
 
     right = axes.twinx()
     right.plot(*speed, color=HELD_OUT[0], linewidth=1.4, marker=_marker(speed), markersize=4.5)

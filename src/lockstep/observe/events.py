@@ -195,8 +195,9 @@ def _from_json(line: bytes) -> Event | None:
         event = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
-    is_event = isinstance(event, dict) and isinstance(event.get("step"), int)
-    if not is_event or not isinstance(event["event"], str):
+    if not isinstance(event, dict):
+        return None
+    if not isinstance(event.get("event"), str) or not isinstance(event.get("step"), int):
         return None
     if b'"nan"' in line or b'inf"' in line:
         return {key: _revived(item) for key, item in event.items()}

@@ -196,6 +196,7 @@ class TensorBoardSink(Sink):
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
+        _wait_for_a_later_second(folder / "tensorboard")
         # Purging hides this step and later ones. A run from the start hides all.
         first_step = 0 if resume_step is None else resume_step + 1
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
@@ -217,6 +218,14 @@ class TensorBoardSink(Sink):
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _wait_for_a_later_second(folder: Path) -> None:
+    """Let a quick restart's file sort after the last: names hold the time in whole seconds."""
+    seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+    newest = max((int(second) for second in seconds if second.isdigit()), default=0)
+    # A newer file than now was written by a machine whose clock is ahead: do not wait for that.
+    time.sleep(min(1.0, max(0.0, newest + 1 - time.time())))
 
 
 class WandbSink(Sink):

@@ -11,6 +11,7 @@ are resized to 299 bilinearly without antialiasing.
 Shapes: B images, C channels, H x W pixels.
 """
 
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -228,11 +229,12 @@ def load_inception(path: Path | str) -> FidInception:
     if not path.is_file():
         raise DataError(f"the Inception weights {path} do not exist", remedy)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's doubts about a foreign file: we say it better
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, UnpicklingError, EOFError, ValueError, KeyError) as error:
-        raise DataError(
-            f"{path} is not a file of weights: {str(error).splitlines()[0]}", remedy
-        ) from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise DataError(f"{path} is not a file of weights: {reason}", remedy) from error
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise DataError(f"{path} is not a state_dict of tensors", remedy)
 

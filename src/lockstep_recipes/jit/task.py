@@ -52,34 +52,34 @@ class JiTConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     variant: str = "JiT-B/4"
-    image_size: int = Field(64, ge=1)
+    image_size: int = Field(default=64, ge=1)
     data: Path = Path("data/train")
     val: Path | None = None
     data_format: DataFormat = "auto"
-    val_fraction: float = Field(0.02, ge=0, le=0.5)
+    val_fraction: float = Field(default=0.02, ge=0, le=0.5)
     """Held out of `data` when there is no `val`."""
     flip: bool = True
 
     pred: Quantity = "x"
     loss: Quantity = "v"
     p_mean: float = -0.8
-    p_std: float = Field(0.8, gt=0)
+    p_std: float = Field(default=0.8, gt=0)
     noise_scale: float | Literal["auto"] = "auto"
     """1 up to 256 pixels, 2 from 512."""
-    t_eps: float = Field(0.05, gt=0, lt=1)
+    t_eps: float = Field(default=0.05, gt=0, lt=1)
     """No division by less than this."""
-    label_drop: float = Field(0.1, ge=0, le=1)
+    label_drop: float = Field(default=0.1, ge=0, le=1)
 
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
 
     guidance: float = 2.9
     guidance_interval: tuple[float, float] = (0.1, 1.0)
-    sample_steps: int = Field(50, ge=1)
-    sample_batch_size: int = Field(64, ge=1)
-    grid: int = Field(16, ge=0)
+    sample_steps: int = Field(default=50, ge=1)
+    sample_batch_size: int = Field(default=64, ge=1)
+    grid: int = Field(default=16, ge=0)
     """Samples in the picture of an evaluation; 0 draws none."""
-    num_fid_samples: int = Field(256, ge=0)
+    num_fid_samples: int = Field(default=256, ge=0)
     """Samples compared with real images; 0 compares none."""
     inception_weights: Path | None = None
     """With this file the distance is FID; without, it is that of random features."""

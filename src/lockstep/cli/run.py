@@ -1,0 +1,52 @@
+"""`lockstep run RECIPE`: check the request here, then train here or on N processes."""
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Sequence
+
+from lockstep.errors import ConfigError, closest
+
+
+def recipe_names() -> list[str]:
+    """Return the recipes that are installed."""
+    spec = importlib.util.find_spec("lockstep_recipes")
+    locations = spec.submodule_search_locations if spec else None
+    return [module.name for module in pkgutil.iter_modules(locations) if module.ispkg]
+
+
+def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
+    """Train `recipe` with its own flags and return the exit code.
+
+    Raises:
+        ConfigError: before any process is started, if the request makes no sense.
+    """
+    names = recipe_names()
+    if recipe not in names:
+        near = closest(recipe, names)
+        raise ConfigError(f"there is no recipe {recipe!r}", near or f"one of {', '.join(names)}")
+    num_processes = count_processes(gpus)
+    module = f"lockstep_recipes.{recipe}"
+    flags = importlib.import_module(f"{module}.flags")
+    flags.flags().read(argv)
+    if num_processes == 1:
+        importlib.import_module("lockstep_recipes.command").train(flags.build, argv)
+    from lockstep.launch.local import launch
+
+    return launch([sys.executable, "-m", module, *argv], num_processes)
+
+
+def count_processes(gpus: str) -> int:
+    """Return how many processes `--gpus` asks for.
+
+    >>> count_processes("4")
+    4
+    """
+    if gpus == "all":
+        import torch
+
+        return max(1, torch.cuda.device_count())
+    if not gpus.isdecimal() or int(gpus) < 1:
+        raise ConfigError(f"--gpus {gpus} is not a number of processes", "--gpus 2, or --gpus all")
+    return int(gpus)

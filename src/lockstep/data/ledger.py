@@ -1,0 +1,63 @@
+"""The ledger: proof of which samples were consumed, across ranks, kills and resumes.
+
+Owns: the digest. Does not own: the order it is compared with.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor, tensor
+
+from lockstep.data.order import Ids, Order, mix
+from lockstep.plan import BatchPlan
+from lockstep.randomness import derive_seed
+
+
+class Ledger:
+    """A running digest of the (epoch, sample) pairs consumed since the epoch began.
+
+    It is a sum of hashes, so it does not depend on order or on ranks, and parts
+    from several ranks add up to the whole.
+    """
+
+    def __init__(self, digest: int = 0, count: int = 0) -> None:
+        self.digest = digest
+        self.count = count
+
+    def add(self, epoch: int, ids: Ids) -> None:
+        """Count `ids` as consumed in `epoch`."""
+        key = np.uint64(derive_seed("ledger", epoch))
+        with np.errstate(over="ignore"):
+            self.digest += int(mix(ids.astype(np.uint64) ^ key).sum(dtype=np.uint64))
+        self.digest %= 2**64
+        self.count += len(ids)
+
+    def plus(self, local: "Ledger", all_sum: Callable[[Tensor], Tensor]) -> "Ledger":
+        """Return this ledger with every rank's local entries added.
+
+        64-bit sums wrap around the same way in any order, so ranks add up exactly.
+        """
+        signed = local.digest - 2**64 if local.digest >= 2**63 else local.digest
+        digest, count = all_sum(tensor([signed, local.count])).tolist()
+        return Ledger((self.digest + digest) % 2**64, self.count + count)
+
+    @classmethod
+    def of_epoch(cls, order: Order, plan: BatchPlan, epoch: int) -> "Ledger":
+        """Return what the ledger must read when `epoch` is complete."""
+        ledger = cls()
+        for start in range(0, plan.samples_per_epoch, 1 << 20):
+            stop = min(start + (1 << 20), plan.samples_per_epoch)
+            ledger.add(epoch, order.ids(epoch, start, stop))
+        return ledger
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and (self.digest, self.count) == (
+            other.digest,
+            other.count,
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.digest, self.count))
+
+    def __str__(self) -> str:
+        return f"{self.digest:016x}"

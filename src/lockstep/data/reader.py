@@ -1,0 +1,142 @@
+"""Read one leaf: its samples, collated, or the name of the one that cannot be read.
+
+Owns: what happens between a leaf and a micro-batch, in a worker process or in
+this one. Every sample is read with the random generators seeded by (seed,
+epoch, sample), so augmentation repeats on resume and depends neither on the
+number of workers nor on the number of ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from lockstep.data.feed import pin
+from lockstep.data.order import Ids, Leaf, Order
+from lockstep.errors import DataError, LockstepError
+from lockstep.randomness import seed_all, untouched
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One leaf, read: the collated data and the ids of the samples in it."""
+
+    leaf: Leaf
+    ids: Ids
+    data: Any
+    skipped: tuple[tuple[int, str], ...] = ()
+    error: tuple[str, str] | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Say whether this micro-batch adds to the step; a borrowed one only keeps company."""
+        return not self.leaf.borrowed
+
+    @property
+    def visited(self) -> Ids:
+        """Return every sample that was tried, bad ones included: what the ledger counts."""
+        return np.concatenate([self.ids, np.array([s for s, _ in self.skipped], dtype=np.int64)])
+
+    def pin_memory(self) -> "MicroBatch":
+        """Move the data to page-locked memory; torch's loader calls this."""
+        return replace(self, data=pin(self.data))
+
+
+def is_stream(dataset: Any) -> bool:
+    """Say whether samples can only be had one after the other."""
+    return not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+
+
+@dataclass
+class LeafReader:
+    """Read one leaf from a data set that is indexed by sample."""
+
+    dataset: Any
+    order: Order
+    seed: int
+    collate: Collate
+    on_bad_sample: str
+
+    def __getitem__(self, leaf: Leaf) -> MicroBatch:
+        if get_worker_info() is not None:
+            return self._read(leaf)
+        with untouched():  # in this process the caller's generators are not ours to move
+            return self._read(leaf)
+
+    def _read(self, leaf: Leaf) -> MicroBatch:
+        ids = self.order.ids(leaf.epoch, leaf.start, leaf.stop)
+        samples, good, skipped = [], [], []
+        for sample in ids.tolist():
+            seed_all(self.seed, "sample", leaf.epoch, sample)
+            try:
+                samples.append(self.dataset[sample])
+                good.append(sample)
+            except Exception as error:  # whatever a data set raises, the sample is named
+                problem, remedy = _explain(self.dataset, sample, error)
+                if self.on_bad_sample == "stop":
+                    return MicroBatch(leaf, ids, None, error=(problem, remedy))
+                skipped.append((sample, problem))
+        if not samples:
+            return MicroBatch(leaf, ids, None, error=_nothing_left(leaf, skipped))
+        kept = np.array(good, dtype=np.int64)
+        return MicroBatch(leaf, kept, self.collate(samples), tuple(skipped))
+
+
+class StreamReader(LeafReader):
+    """Read leaves off an iterable: all ranks walk along it, each keeps its own positions.
+
+    A stream that ends begins again. Going on after a resume walks past what was
+    consumed, which costs reading it.
+    """
+
+    _position = 0
+    _samples: Iterator[Any] | None = None
+
+    def _read(self, leaf: Leaf) -> MicroBatch:
+        samples = []
+        while self._position < leaf.stop:
+            sample = self._next()
+            if self._position >= leaf.start:
+                samples.append(sample)
+            self._position += 1
+        ids = np.arange(leaf.start, leaf.stop, dtype=np.int64)
+        return MicroBatch(leaf, ids, self.collate(samples))
+
+    def _next(self) -> Any:
+        for _ in range(2):
+            if self._samples is None:
+                self._samples = iter(self.dataset)
+            for sample in self._samples:
+                return sample
+            self._samples = None
+        raise DataError("the stream of training samples is empty", "check where it reads from")
+
+
+def build_reader(
+    dataset: Any, order: Order, seed: int, collate: Collate, on_bad_sample: str
+) -> LeafReader:
+    """Return the reader that fits a data set: by index, or along a stream."""
+    kind = StreamReader if is_stream(dataset) else LeafReader
+    return kind(dataset, order, seed, collate, on_bad_sample)
+
+
+def _explain(dataset: Any, sample: int, error: Exception) -> tuple[str, str]:
+    """Say which sample is bad, by the name its data set has for it."""
+    if isinstance(error, LockstepError):
+        return error.problem, error.remedy
+    name = dataset.describe(sample) if hasattr(dataset, "describe") else f"sample {sample}"
+    return (
+        f"{name} cannot be read: {type(error).__name__}: {error}",
+        "mend or remove it, or on_bad_sample=skip",
+    )
+
+
+def _nothing_left(leaf: Leaf, skipped: list[tuple[int, str]]) -> tuple[str, str]:
+    return (
+        f"every sample of a micro-batch was bad, the first because {skipped[0][1]}",
+        "look at the data set as a whole before skipping on",
+    )

@@ -1,0 +1,145 @@
+"""What the launch variables say: how many processes there are, and which one this is.
+
+Owns: the names that launchers use, and what contradicts what. Pure: it is given
+the variables; only `runtime.py` reads the environment.
+"""
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.errors import LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launch variables say, before anything is started."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    head: str = "localhost"
+    port: int | None = None
+    launcher: str = "python"
+
+
+# One row per way to be started: which variables hold rank, size, local rank and
+# local size. A row counts when its first two variables are set.
+_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None) -> Launch:
+    """Read who this process is from the variables its launcher set. Pure.
+
+    Understands torchrun (also below accelerate and torch.distributed.launch), the
+    five variables set by hand, `srun` with one task per GPU, and MPI. Inside an
+    sbatch script SLURM_PROCID exists without `srun`; only step variables prove a task.
+    `local_rank_argument` is what `--local-rank=K` said; the environment wins.
+
+    >>> detect_launch({}).size
+    1
+    >>> detect_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).size
+    1
+
+    Raises:
+        LaunchError: if variables are missing, malformed or contradict each other.
+    """
+    under_torchrun = "TORCHELASTIC_RUN_ID" in env
+    found = {
+        launcher: _read_row(env, names)
+        for launcher, names in (
+            ("env", _ENV),
+            ("srun", _SLURM),
+            ("mpi", _OPEN_MPI),
+            ("mpi", _MPICH),
+        )
+        if names[0] in env and names[1] in env
+    }
+    if "env" not in found and ("RANK" in env) != ("WORLD_SIZE" in env):
+        raise _contradiction(env, "RANK and WORLD_SIZE belong together, and one is missing")
+    if not found:
+        return Launch(local_rank=local_rank_argument or 0)
+
+    # torchrun under srun: the step's tasks are nodes, and torchrun knows its own ranks better.
+    if not under_torchrun and len({(rank, size) for rank, size, _, _ in found.values()}) > 1:
+        raise _contradiction(env, "the launchers disagree about rank or size")
+    launcher, (rank, size, local_rank, local_size) = next(iter(found.items()))
+    if local_rank is None:
+        local_rank = local_rank_argument if local_rank_argument is not None else rank
+    if not 0 <= rank < size:
+        raise _contradiction(env, f"rank {rank} does not fit into {size} processes")
+    if local_size is not None and local_rank >= local_size:
+        raise _contradiction(env, f"local rank {local_rank} does not fit into {local_size}")
+
+    head, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if launcher == "srun":
+        head = head or _first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
+        port = port or str(_port_from(f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"))
+    if launcher == "mpi" and local_size == size:
+        head = head or "localhost"
+        job = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
+        port = port or (str(_port_from(job)) if job else None)
+    if size > 1 and not (head and port and port.isdecimal()):
+        raise _contradiction(env, f"{size} processes need MASTER_ADDR and MASTER_PORT to meet")
+    return Launch(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size or size,
+        head=head or "localhost",
+        port=int(port) if port else None,
+        launcher="torchrun" if under_torchrun else launcher,
+    )
+
+
+def _read_row(
+    env: Mapping[str, str], names: tuple[str, str, str, str]
+) -> tuple[int, int, int | None, int | None]:
+    def read(name: str) -> int | None:
+        text = env.get(name)
+        if text is None:
+            return None
+        # SLURM writes tasks per node as "4(x2)" or "4,3"; the first number is this node's at most.
+        number = re.match(r"\d+", text)
+        if number is None or (number.group() != text and names is not _SLURM):
+            raise LaunchError(f"{name}={text!r} is not a number", f"unset {name} or set it to one")
+        return int(number.group())
+
+    rank, size = read(names[0]), read(names[1])
+    assert rank is not None
+    assert size is not None
+    return rank, size, read(names[2]), read(names[3])
+
+
+def _contradiction(env: Mapping[str, str], problem: str) -> LaunchError:
+    names = (*_ENV, "MASTER_ADDR", "MASTER_PORT", *_SLURM, *_OPEN_MPI, *_MPICH)
+    listed = " ".join(f"{name}={env[name]}" for name in names if name in env)
+    return LaunchError(
+        f"{problem}: {listed}",
+        "start with torchrun, or unset the variables that another launcher left behind",
+    )
+
+
+def _first_host(nodelist: str) -> str:
+    """Return the first host of a SLURM node list.
+
+    >>> _first_host("gpu[07-09,12],login1"), _first_host("node3")
+    ('gpu07', 'node3')
+    """
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
+    return (match.group(1) + (match.group(2) or "")) if match else "localhost"
+
+
+def _port_from(key: str) -> int:
+    """Derive a port below the ephemeral range that all ranks of one job agree on."""
+    return 20_000 + zlib.crc32(key.encode()) % 12_000

@@ -1,0 +1,39 @@
+"""Run a command on N processes of this machine, under torch's elastic agent.
+
+Owns: the agent's settings and the exit code. Does not own: restarting, hosts.
+"""
+
+import logging
+import os
+import uuid
+from collections.abc import Sequence
+
+
+def launch(command: Sequence[str], num_processes: int) -> int:
+    """Run `command` as ranks 0 to N-1 and return the exit code of the first that failed, or 0."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The failing rank has said what is wrong; the agent's own table says it again, worse.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    cores_each = max(1, (os.cpu_count() or 1) // num_processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_each))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as failed:
+        _, failure = failed.get_first_failure()
+        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    return 0

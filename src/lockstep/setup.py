@@ -1,0 +1,287 @@
+"""Build every part of a run, or refuse on all ranks alike what cannot work.
+
+Owns: the order in which things come to life: folder, data, contract, model,
+optimizer, checkpoint. Does not own: what happens then; that is the trainer's.
+"""
+
+import json
+import math
+import platform
+import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.agreement import together
+from lockstep.average import Averages
+from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock, load_model_state
+from lockstep.config import RunConfig
+from lockstep.data.ledger import Ledger
+from lockstep.data.loader import Loader, StepBatch, plan_for
+from lockstep.data.reader import is_stream
+from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.parallel import bare, replicate
+from lockstep.plan import Contract, resume_contract, scaled_rate
+from lockstep.randomness import seed_all
+from lockstep.runtime import World
+from lockstep.schedule import warmup_length
+from lockstep.step import StepReport
+from lockstep.task import Task
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved whole in every checkpoint."""
+
+    step: int = 0
+    consumed: int = 0
+    best: float | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    interval: dict[str, Tensor] = field(default_factory=dict)
+    """Since the last log line: (sum, weight) of the loss and of each part."""
+    epoch: dict[str, Tensor] = field(default_factory=dict)
+    """Since the epoch began: likewise."""
+
+    def take(self, report: StepReport, batch: StepBatch) -> None:
+        """Count one finished step; nothing here waits for the device."""
+        self.step = batch.step + 1
+        self.consumed = batch.consumed
+        pairs = {"loss": (report.loss_sum, report.weight), **report.parts}
+        for name, pair in pairs.items():
+            pair_sums = torch.stack(pair)
+            for sums in (self.interval, self.epoch):
+                sums[name] = sums[name] + pair_sums if name in sums else pair_sums
+
+    def state(self) -> dict[str, Any]:
+        """Return it as a tree of numbers and tensors."""
+        ledger = [self.ledger.digest, self.ledger.count]
+        return {**vars(self), "ledger": ledger}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> "Progress":
+        """Rebuild it from a checkpoint."""
+        for key in ("interval", "epoch"):
+            state[key] = {name: sums.to(device) for name, sums in state[key].items()}
+        return cls(**{**state, "ledger": Ledger(*state["ledger"])})
+
+
+@dataclass
+class Run:
+    """The parts of one run."""
+
+    task: Task
+    config: RunConfig
+    world: World
+    contract: Contract
+    loader: Loader
+    held_out: Any
+    model: nn.Module
+    optimizer: Optimizer
+    base_rates: list[float]
+    averages: Averages
+    scaler: torch.amp.GradScaler | None
+    autocast: torch.autocast | None
+    store: CheckpointStore
+    progress: Progress = field(default_factory=Progress)
+    resumed_from: Checkpoint | None = None
+    rejected: list[tuple[Path, str]] = field(default_factory=list)
+
+    def parts(self) -> dict[str, Any]:
+        """Return all that a resumed run needs, by name."""
+        averages = {
+            f"average_{decay}": self.averages.state(decay) for decay in self.config.averages
+        }
+        return {
+            "model": bare(self.model).state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": self.progress.state(),
+            "task": self.task.state(),
+            **averages,
+            **({"scaler": self.scaler.state_dict()} if self.scaler else {}),
+        }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take back what `_parts` saved."""
+        load_model_state(bare(self.model), checkpoint.load("model"))
+        self.optimizer.load_state_dict(checkpoint.load("optimizer"))
+        self.progress = Progress.from_state(checkpoint.load("progress"), self.world.device)
+        self.task.load_state(checkpoint.load("task"))
+        for decay in self.config.averages:
+            name = f"average_{decay}"
+            saved = [
+                p.removeprefix("average_") for p in checkpoint.parts if p.startswith("average")
+            ]
+            if name not in checkpoint.parts:
+                raise CheckpointError(
+                    f"{checkpoint.path} holds no average of decay {decay}",
+                    f"the decays it was saved with: {', '.join(saved) or 'none'}",
+                )
+            self.averages.load_state(decay, checkpoint.load(name))
+        if self.scaler and "scaler" in checkpoint.parts:
+            self.scaler.load_state_dict(checkpoint.load("scaler"))
+        self.loader.consumed = self.progress.consumed
+        self.resumed_from = checkpoint
+
+
+def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Run:
+    """Build the run, restored from its checkpoint where there is one. Collective."""
+    folder = Path(config.output_dir)
+    together(world, lambda: _take_folder(folder, config, world, stack))
+    data = together(world, task.train_data)
+    held_out = together(world, task.eval_data)
+    _check_same_length(data, world)
+    store = CheckpointStore(
+        folder / "checkpoints", keep_last=config.checkpoint.keep_last, recipe=task.name
+    )
+    checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
+    contract = together(world, lambda: agree_on_contract(config, data, world.size, checkpoint))
+    total_steps = together(world, lambda: count_steps(config, contract, is_stream(data)))
+
+    seed_all(config.seed, "weights")
+    model = task.build_model().to(world.device)
+    optimizer = task.build_optimizer(model, contract.effective_lr)
+    precision = choose_precision(config.precision, world.device)
+    loader = Loader(
+        data,
+        world,
+        plan=contract.plan,
+        total_steps=total_steps,
+        seed=config.seed,
+        order=task.order(data, config.seed),
+        collate=task.collate,
+        config=config.loader,
+    )
+    run = Run(
+        task=task,
+        config=config,
+        world=world,
+        contract=contract,
+        loader=loader,
+        held_out=held_out,
+        model=model,
+        optimizer=optimizer,
+        base_rates=[group["lr"] for group in optimizer.param_groups],
+        averages=Averages(model, config.averages),
+        scaler=torch.amp.GradScaler(world.device.type) if precision == torch.float16 else None,
+        autocast=torch.autocast(world.device.type, precision) if precision else None,
+        store=store,
+        rejected=rejected,
+    )
+    if checkpoint is not None:
+        together(world, lambda: run.restore(checkpoint))
+    if config.compile:
+        model.compile()
+    run.model = replicate(model, world)
+    return run
+
+
+def _take_folder(folder: Path, config: RunConfig, world: World, stack: ExitStack) -> None:
+    """Lock the run's folder for this run and write the config into it, on the first rank."""
+    if not world.is_first:
+        return
+    lock = FolderLock(folder)
+    lock.acquire()
+    stack.callback(lock.release)
+    if config.resume == "discard":
+        for name in ("checkpoints", "events", "samples", "tensorboard"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    facts = {"world_size": world.size, "versions": versions()}
+    text = json.dumps({"config": json.loads(config.model_dump_json()), **facts}, indent=2)
+    (folder / "config.json").write_text(text + "\n")
+
+
+def banner(run: Run) -> list[str]:
+    """Return what a run says of itself before its first step."""
+    world, plan, rate = run.world, run.contract.plan, run.config.rate
+    total_steps = run.loader.total_steps
+    by = world.launcher + (f", {world.backend}" if world.backend else "")
+    lines = [f"lockstep: {run.task.name} on {world.size} x {world.device.type} (started by {by})"]
+    lines += [*run.task.banner(world, run.contract), *run.contract.describe()]
+    lines += [f"passed over {path}: {reason}" for path, reason in run.rejected]
+    warmup = warmup_length(run.config.schedule, plan.steps_per_epoch)
+    if warmup > total_steps:
+        lines.append(f"warning: the warm-up of {warmup} steps outlasts the run of {total_steps}")
+    if rate.lr_scaling == "linear" and world.size > 1 and plan.global_batch == rate.reference_batch:
+        lines.append(
+            f"warning: linear scaling multiplies the rate by {world.size}, but the effective batch "
+            f"is still {plan.global_batch}"
+        )
+    if is_stream(run.loader.dataset):
+        lines.append(
+            "the training data are a stream: read in the order it comes, from its start again "
+            "when it ends; every rank reads all of it, and a resume reads up to where it was"
+        )
+    if run.resumed_from is not None and run.progress.step >= total_steps:
+        lines.append(f"nothing to do: the run is complete at step {run.progress.step}")
+    return lines
+
+
+def choose_checkpoint(
+    store: CheckpointStore, resume: str
+) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """Return the checkpoint to go on from, and why newer ones were passed over."""
+    if resume not in ("auto", "never", "discard"):
+        return store.open(resume), []
+    checkpoint, rejected = store.latest()
+    if resume == "never" and (checkpoint or rejected):
+        found = checkpoint.path if checkpoint else rejected[0][0]
+        raise ConfigError(
+            f"{found} is from an earlier run, and resume is 'never'",
+            "resume=auto to go on with it, or another output_dir",
+        )
+    if checkpoint is None and rejected:
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected)
+        raise CheckpointError(
+            f"no checkpoint in {store.folder} is whole ({reasons})", "another output_dir"
+        )
+    return checkpoint, rejected
+
+
+def count_steps(config: RunConfig, contract: Contract, is_endless: bool) -> int:
+    """Return the run's length in steps, from epochs or steps, whichever ends first."""
+    if is_endless and config.max_steps is None:
+        raise ConfigError("a data set without length has no epochs to count", "max_steps=1000")
+    if config.epochs is None and config.max_steps is None:
+        raise ConfigError("how long to train was not said", "epochs=10, or max_steps=1000")
+    by_epochs = config.epochs * contract.plan.steps_per_epoch if config.epochs else math.inf
+    return int(min(by_epochs, config.max_steps or math.inf))
+
+
+def _check_same_length(data: Any, world: World) -> None:
+    lengths = world.all_texts("stream" if is_stream(data) else str(len(data)))
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"ranks see different numbers of samples: {', '.join(lengths)}",
+            "the same data folder on every node",
+        )
+
+
+def agree_on_contract(
+    config: RunConfig, data: Any, world_size: int, checkpoint: Checkpoint | None
+) -> Contract:
+    """Return the batch and rate contract: fresh, or the checkpoint's on this many ranks."""
+    plan = plan_for(data, config.batch, world_size)
+    effective = scaled_rate(config.rate, world_size, plan.global_batch)
+    fresh = Contract(plan, config.rate.lr, config.rate.lr_scaling, effective)
+    if checkpoint is None:
+        return fresh
+    stored = Contract.from_json(checkpoint.meta["contract"])
+    return resume_contract(stored, fresh, config.accept_changes)
+
+
+def choose_precision(wanted: str, device: torch.device) -> torch.dtype | None:
+    """Return the dtype to compute in, or None for plain float32."""
+    if wanted == "auto":
+        on_gpu = device.type == "cuda"
+        wanted = ("bf16" if torch.cuda.is_bf16_supported() else "fp16") if on_gpu else "fp32"
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]
+
+
+def versions() -> dict[str, str]:
+    """Return what a later reader must know to repeat the run."""
+    return {"python": platform.python_version(), "torch": str(torch.__version__)}

@@ -1,0 +1,67 @@
+"""The picture of a run is made, whole, and from the record alone."""
+
+import math
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lockstep.errors import DataError
+from lockstep.observe.curves import draw_curves
+from lockstep.observe.events import EventLog
+
+
+def write_run(folder: Path, *, num_steps: int, metrics: tuple[str, ...] = ("loss",)) -> None:
+    log = EventLog(folder, rank=0, clock=lambda: 0.0)
+    for step in range(1, num_steps + 1):
+        loss = math.nan if step % 7 == 0 else 2 / step
+        log.write("step", step, loss=loss, learning_rate=1e-4 / step, samples_per_second=100 + step)
+        if step % 10 == 0:
+            log.write("evaluation", step, metrics=dict.fromkeys(metrics, 3 / step))
+
+
+def test_losses_and_pace_stand_side_by_side_and_other_metrics_between_them(tmp_path: Path) -> None:
+    write_run(tmp_path / "two", num_steps=300)
+    write_run(tmp_path / "three", num_steps=300, metrics=("loss", "ema_loss", "mean_iou"))
+    sizes = []
+    for name in ("two", "three"):
+        path = draw_curves(tmp_path / name, tmp_path / f"{name}.png")
+        with Image.open(path) as image:
+            image.load()
+            sizes.append(image.size)
+            colors = image.convert("RGB").getcolors(1 << 20)
+            assert colors is not None
+            assert {(59, 111, 182), (209, 96, 61)} <= {color for _, color in colors}
+    assert sizes[1][0] == pytest.approx(1.5 * sizes[0][0], abs=2)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 100])
+def test_a_run_of_any_length_can_be_drawn(tmp_path: Path, num_steps: int) -> None:
+    EventLog(tmp_path, rank=0).write("run_start", 0)
+    write_run(tmp_path, num_steps=num_steps)
+    assert draw_curves(tmp_path, tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_a_resumed_run_is_drawn_like_a_straight_one(tmp_path: Path) -> None:
+    write_run(tmp_path / "straight", num_steps=30)
+    write_run(tmp_path / "killed", num_steps=20)
+    log = EventLog(tmp_path / "killed", rank=0)
+    log.write("step", 21, loss=50.0, learning_rate=1.0, samples_per_second=1.0)
+    log.write("run_start", 0)
+    write_run(tmp_path / "killed", num_steps=30)
+    pictures = [
+        draw_curves(tmp_path / name, tmp_path / f"{name}.png").read_bytes()
+        for name in ("straight", "killed")
+    ]
+    assert pictures[0] == pictures[1]
+
+
+def test_nothing_but_the_picture_is_left_behind(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=3)
+    draw_curves(tmp_path, tmp_path / "curves.png")
+    assert {path.name for path in tmp_path.iterdir()} == {"events", "curves.png"}
+
+
+def test_a_folder_without_events_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        draw_curves(tmp_path, tmp_path / "curves.png")
