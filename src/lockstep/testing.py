@@ -4,6 +4,8 @@
 imported torch already, so that hundreds of such tests fit in minutes.
 """
 
+import functools
+import importlib
 import multiprocessing
 import os
 import socket
@@ -110,6 +112,7 @@ def run_ranks(
     Each process finds the launch variables of its rank and calls `World.enter`
     itself. If one fails, the others are ended and its traceback is raised here.
     """
+    _warm_up()
     context = multiprocessing.get_context("fork")
     port = free_port()
     children = []
@@ -138,6 +141,14 @@ def run_ranks(
                 child.kill()
             child.join()
             receiver.close()
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Import here what every forked rank would otherwise import for itself."""
+    importlib.import_module("lockstep.trainer")
+    parameter = nn.Parameter(torch.zeros(1))
+    torch.optim.AdamW([parameter]).zero_grad()
 
 
 def _be_rank(

@@ -135,7 +135,9 @@ def test_a_forked_child_can_neither_take_nor_release_its_parents_lock(tmp_path: 
 def test_a_release_frees_the_folder_for_others(tmp_path: Path) -> None:
     with FolderLock(tmp_path / "new" / "run"):
         pass
-    _, status = os.waitpid(start(lambda: FolderLock(tmp_path / "new" / "run").acquire() and None), 0)
+    _, status = os.waitpid(
+        start(lambda: FolderLock(tmp_path / "new" / "run").acquire() and None), 0
+    )
     assert status == 0
 
 

@@ -78,7 +78,9 @@ def through_disk(folder: Path, tree: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
-    tree = {str(shape): random_bits(dtype, shape) for shape in [(), (1,), (0, 3), (3, 5), (2, 1, 4)]}
+    tree = {
+        str(shape): random_bits(dtype, shape) for shape in [(), (1,), (0, 3), (3, 5), (2, 1, 4)]
+    }
     assert same(through_disk(tmp_path, tree), tree)
 
 

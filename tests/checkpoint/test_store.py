@@ -15,7 +15,6 @@ from torch import nn
 
 from lockstep.checkpoint import BackgroundWriter, Checkpoint, CheckpointStore, snapshot
 from lockstep.checkpoint import layout as layout_module
-from lockstep.checkpoint import store as store_module
 from lockstep.errors import CheckpointError
 
 torch.set_num_threads(1)
@@ -55,7 +54,11 @@ def test_what_was_saved_is_found_with_its_meta(tmp_path: Path) -> None:
     assert checkpoint.parts == ("model", "optimizer")
     assert checkpoint.load("model")["weight"].tolist() == [[123.0] * 3] * 4
     assert checkpoint.load("optimizer")["state"][0].tolist() == [[124.0] * 3] * 4
-    assert sorted(os.listdir(path)) == ["manifest.json", "model.safetensors", "optimizer.safetensors"]
+    assert sorted(os.listdir(path)) == [
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+    ]
     assert os.listdir(tmp_path / "a" / "b") == ["step_00000123"]
 
 
@@ -340,46 +343,54 @@ def kept_by_the_rule(valid: set[int], all_steps: set[int], named: set[int], keep
     return {step for step in all_steps if step >= oldest_kept or step in named}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def follow_the_rule(folder: Path, keep: int, seed: int, actions: str) -> None:
+    """Act at random (s: save; d: damage one; n: name one; r: restart) and compare."""
+    rng = random.Random(seed)
+    store = CheckpointStore(folder, keep_last=keep)
+    step = 0
+    valid: set[int] = set()
+    steps: set[int] = set()
+    named: set[int] = set()
+    for action in actions:
+        if action == "s":
+            step += rng.randint(1, 3)
+            save(store, step)
+            steps = kept_by_the_rule(valid | {step}, steps | {step}, named, keep)
+            valid = (valid | {step}) & steps
+        elif action == "d" and steps:
+            victim = rng.choice(sorted(steps))
+            file = store.path(victim) / rng.choice(["manifest.json", "model.safetensors"])
+            file.write_bytes(file.read_bytes()[:-1])
+            valid.discard(victim)
+        elif action == "n" and steps:
+            named = {rng.choice(sorted(steps))}
+            store.name(*named, "best_model.pt")
+        elif action == "r":
+            store = CheckpointStore(folder, keep_last=keep)
+        assert store.steps() == sorted(steps)
+        checkpoint, rejected = store.latest()
+        assert (checkpoint.step if checkpoint else None) == max(valid, default=None)
+        assert len(rejected) == sum(s > max(valid, default=-1) for s in steps)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(
     keep=st.integers(1, 4),
     seed=st.integers(0, 2**32),
-    actions=st.lists(st.sampled_from("ssssdnr"), min_size=3, max_size=25),
+    actions=st.text("ssssdnr", min_size=3, max_size=25),
 )
 def test_retention_follows_its_rule(
-    keep: int, seed: int, actions: list[str], tmp_path_factory: pytest.TempPathFactory
+    keep: int, seed: int, actions: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """s: save; d: damage one; n: name one; r: a new process takes over."""
-    rng = random.Random(seed)
-    store = CheckpointStore(tmp_path_factory.mktemp("run"), keep_last=keep)
-    step, valid, steps, best = 0, set(), set(), None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        for action in actions:
-            if action == "s":
-                step += rng.randint(1, 3)
-                save(store, step)
-                steps = kept_by_the_rule(valid | {step}, steps | {step}, {best}, keep)
-                valid = (valid | {step}) & steps
-            elif action == "d" and steps:
-                victim = rng.choice(sorted(steps))
-                file = store.path(victim) / rng.choice(["manifest.json", "model.safetensors"])
-                file.write_bytes(file.read_bytes()[:-1])
-                valid.discard(victim)
-            elif action == "n" and steps:
-                best = rng.choice(sorted(steps))
-                store.name(best, "best_model.pt")
-            elif action == "r":
-                store = CheckpointStore(store.folder, keep_last=keep)
-            assert store.steps() == sorted(steps)
-            checkpoint, rejected = store.latest()
-            assert (checkpoint.step if checkpoint else None) == max(valid, default=None)
-            assert len(rejected) == sum(s > max(valid, default=-1) for s in steps)
+        follow_the_rule(tmp_path_factory.mktemp("run"), keep, seed, actions)
 
 
 def test_retention_that_trusts_damaged_ones_would_be_caught(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(store_module.CheckpointStore, "_is_verified", lambda *_: True)
+    follow_the_rule(tmp_path / "right", keep=2, seed=0, actions="sdss")
+    monkeypatch.setattr(CheckpointStore, "_is_verified", lambda *_: True)
     with pytest.raises(AssertionError):
-        test_retention_follows_its_rule(tmp_path_factory=tmp_path_factory)
+        follow_the_rule(tmp_path / "wrong", keep=2, seed=0, actions="sdsdss")

@@ -134,10 +134,12 @@ def test_a_terminal_gets_a_bar_with_lines_above_it(monkeypatch: pytest.MonkeyPat
         console(event("step", step, **FULL_STEP))
         if step == 100:
             console(event("evaluation", step, metrics={"loss": 0.25}))
+            console(event("picture", step, path="[red]100[/red].png"))
     console(event("run_end", 200, seconds=200.0))
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     assert "banner [with brackets]\n" in text
     assert "evaluation at step 100  loss 0.25\n" in text
+    assert "picture at step 100  [red]100[/red].png\n" in text
     assert re.search(r"step 50/200 .*━.* loss 0\.4312  1234 samples/s  ETA 0:02:30", text)
     assert "step 200/200" in text
     assert text.rstrip().endswith("done at step 200 after 0:03:20")
@@ -190,6 +192,7 @@ for step in range(2000):
     console({{"event": "step", "step": step, "loss": 1.0}})
     console({{"event": "picture", "step": step, "path": "x" * 200}})
 console.close()
+print("from the recipe", flush=True)
 import sys
 print("reached the end", file=sys.stderr)
 """

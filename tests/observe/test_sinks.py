@@ -226,6 +226,20 @@ def test_the_tensorboard_curve_has_each_step_once_after_resumes(tmp_path: Path) 
     assert [point.step for point in points] == list(range(1, 16))
 
 
+def test_a_restart_within_the_same_second_still_comes_second(tmp_path: Path) -> None:
+    for first, last, resume_step in [(1, 12, None), (9, 15, 8)]:
+        config = SinkConfig(tensorboard=True, curves=False)
+        sinks = Sinks(config, tmp_path, {}, resume_step=resume_step, warn=pytest.fail)
+        for step in range(first, last + 1):
+            sinks(step_event(step))
+        sinks.close()
+        if resume_step is None:  # as if from a host that sorts last, just now
+            (file,) = (tmp_path / "tensorboard").iterdir()
+            file.rename(file.with_name(f"events.out.tfevents.{int(time.time())}.zzz.9.9"))
+    points = read_tensorboard(tmp_path).Scalars("train/loss")
+    assert [point.step for point in points] == list(range(1, 16))
+
+
 def test_a_run_from_the_start_begins_a_new_tensorboard_curve(tmp_path: Path) -> None:
     for last in (9, 4):
         sinks = open_sinks(tmp_path, [], tensorboard=True)

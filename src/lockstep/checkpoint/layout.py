@@ -250,9 +250,10 @@ def _opened(folder: Path, name: str) -> Iterator[BufferedReader]:
     """Open a regular file of a checkpoint; a link or a pipe in its place is refused."""
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise damaged(folder, f"{name} is not a regular file")
         with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise damaged(folder, f"{name} is not a regular file")
             yield file
     except FileNotFoundError:
         raise damaged(folder, f"{name} is missing") from None

@@ -140,13 +140,13 @@ def plan_for(dataset: Any, batch: BatchConfig, world_size: int) -> BatchPlan:
 
 
 def _read(
-    reader: "LeafReader", leaves: Iterable[Leaf], config: LoaderConfig, world: World
+    reader: LeafReader, leaves: Iterable[Leaf], config: LoaderConfig, world: World
 ) -> Iterator[MicroBatch]:
     """Read leaves in worker processes, a few ahead, and move them to the device."""
     num_workers = 0 if isinstance(reader, StreamReader) else config.num_workers
     micro_batches: Iterable[MicroBatch] = DataLoader(
-        reader,  # indexed by leaf, not by integer
-        sampler=leaves,  # type: ignore[arg-type]
+        reader,  # type: ignore[arg-type]  # indexed by leaf, not by integer
+        sampler=leaves,
         batch_size=None,
         collate_fn=_as_is,
         num_workers=num_workers,

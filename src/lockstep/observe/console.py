@@ -146,8 +146,7 @@ class Console:
     def _fall_silent(self) -> None:
         stream, self._stream = self._stream, None
         bar, self._bar = self._bar, None
-        # What is still buffered would fail once more when Python exits, and turn a
-        # good run's exit code into 120.
+        # Or the next `print` of a recipe would raise, and end the run after all.
         with suppress(OSError, ValueError, AttributeError):
             descriptor = stream.fileno()  # type: ignore[union-attr]  # None is suppressed too
             nowhere = os.open(os.devnull, os.O_WRONLY)

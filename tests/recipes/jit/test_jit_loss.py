@@ -48,8 +48,8 @@ def test_the_perfect_prediction_has_no_loss(
     x = from_bytes(batch["image"])
     result = task.loss(Oracle(x, pred, 1.5), batch, context)
     wrong = task.loss(Oracle(x, pred, 1.5, error=0.1), batch, context)
-    assert float(result.loss_sum) < 1e-6
-    assert float(wrong.loss_sum) > 1e-2
+    assert result.loss_sum.item() < 1e-6
+    assert wrong.loss_sum.item() > 1e-2
 
 
 @pytest.mark.parametrize(("pred", "loss"), NINE)
@@ -154,7 +154,7 @@ def test_time_noise_and_drop_are_separate_streams_of_place_and_step(
 
     def loss(**changes: Any) -> float:
         context = replace(Context(FakeWorld(), seed=0, step=3, place=1), **changes)
-        return float(task.loss(constant, batch, context).loss_sum)
+        return task.loss(constant, batch, context).loss_sum.item()
 
     assert loss() == loss(world=FakeWorld(rank=1, size=2))
     assert len({loss(), loss(step=4), loss(place=2), loss(seed=1)}) == 4
