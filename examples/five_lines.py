@@ -27,6 +27,6 @@ for batch in loader:
         world,
     )  # 5: backward, reduce, update
     if loader.at_epoch_end:
-        store.save_from(world, model=model, optimizer=optimizer, loader=loader)
+        store.save_from(world, loader.step, model=model, optimizer=optimizer, loader=loader)
 
 world.leave()

@@ -36,6 +36,7 @@ _OPEN_MPI = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_Row = tuple[int, int, int | None, int | None]
 
 
 def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None) -> Launch:
@@ -44,7 +45,8 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
     Understands torchrun (also below accelerate and torch.distributed.launch), the
     five variables set by hand, `srun` with one task per GPU, and MPI. Inside an
     sbatch script SLURM_PROCID exists without `srun`; only step variables prove a task.
-    `local_rank_argument` is what `--local-rank=K` said; the environment wins.
+    `local_rank_argument` is what `--local-rank=K` said; the environment wins, and
+    -1 says nothing.
 
     >>> detect_launch({}).size
     1
@@ -54,26 +56,19 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
     Raises:
         LaunchError: if variables are missing, malformed or contradict each other.
     """
-    under_torchrun = "TORCHELASTIC_RUN_ID" in env
-    found = {
-        launcher: _read_row(env, names)
-        for launcher, names in (
-            ("env", _ENV),
-            ("srun", _SLURM),
-            ("mpi", _OPEN_MPI),
-            ("mpi", _MPICH),
-        )
-        if names[0] in env and names[1] in env
-    }
-    if "env" not in found and ("RANK" in env) != ("WORLD_SIZE" in env):
+    if ("RANK" in env) != ("WORLD_SIZE" in env):
         raise _contradiction(env, "RANK and WORLD_SIZE belong together, and one is missing")
+    found = _read_rows(env)
+    if local_rank_argument is not None and local_rank_argument < 0:
+        local_rank_argument = None
     if not found:
         return Launch(local_rank=local_rank_argument or 0)
 
     # torchrun under srun: the step's tasks are nodes, and torchrun knows its own ranks better.
-    if not under_torchrun and len({(rank, size) for rank, size, _, _ in found.values()}) > 1:
+    under_torchrun = "TORCHELASTIC_RUN_ID" in env
+    if not under_torchrun and len({(rank, size) for _, (rank, size, _, _) in found}) > 1:
         raise _contradiction(env, "the launchers disagree about rank or size")
-    launcher, (rank, size, local_rank, local_size) = next(iter(found.items()))
+    launcher, (rank, size, local_rank, local_size) = found[0]
     if local_rank is None:
         local_rank = local_rank_argument if local_rank_argument is not None else rank
     if not 0 <= rank < size:
@@ -89,7 +84,9 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
         head = head or "localhost"
         job = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
         port = port or (str(_port_from(job)) if job else None)
-    if size > 1 and not (head and port and port.isdecimal()):
+    if port and not (port.isdecimal() and 0 < int(port) < 65_536):
+        raise _contradiction(env, f"MASTER_PORT={port} is not a port")
+    if size > 1 and not (head and port):
         raise _contradiction(env, f"{size} processes need MASTER_ADDR and MASTER_PORT to meet")
     return Launch(
         rank=rank,
@@ -102,23 +99,50 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
     )
 
 
-def _read_row(
-    env: Mapping[str, str], names: tuple[str, str, str, str]
-) -> tuple[int, int, int | None, int | None]:
+def _read_rows(env: Mapping[str, str]) -> list[tuple[str, _Row]]:
+    """Return what each launcher says that left its variables, the most trusted first."""
+    known = (("env", _ENV), ("srun", _SLURM), ("mpi", _OPEN_MPI), ("mpi", _MPICH))
+    found = [
+        (launcher, _read_row(env, names))
+        for launcher, names in known
+        if names[0] in env and names[1] in env
+    ]
+    # Others start from SLURM steps: mpirun's daemons are one task per node, and the shell that
+    # salloc opens is a step of one task. Such a step does not count the processes started from it.
+    mpi = [row[:2] for launcher, row in found if launcher == "mpi"]
+    step = next((row[:2] for launcher, row in found if launcher == "srun"), None)
+    if step and len(found) > 1 and (step == (0, 1) or (mpi and step not in mpi)):
+        found = [(launcher, row) for launcher, row in found if launcher != "srun"]
+    return found
+
+
+def _read_row(env: Mapping[str, str], names: tuple[str, str, str, str]) -> _Row:
     def read(name: str) -> int | None:
         text = env.get(name)
         if text is None:
             return None
-        # SLURM writes tasks per node as "4(x2)" or "4,3"; the first number is this node's at most.
-        number = re.match(r"\d+", text)
-        if number is None or (number.group() != text and names is not _SLURM):
+        if name == "SLURM_STEP_TASKS_PER_NODE":
+            return _tasks_on(env.get("SLURM_NODEID", "0"), text)
+        if re.fullmatch(r"[0-9]+", text) is None:
             raise LaunchError(f"{name}={text!r} is not a number", f"unset {name} or set it to one")
-        return int(number.group())
+        return int(text)
 
     rank, size = read(names[0]), read(names[1])
     assert rank is not None
     assert size is not None
     return rank, size, read(names[2]), read(names[3])
+
+
+def _tasks_on(node: str, tasks_per_node: str) -> int | None:
+    """Return the tasks SLURM placed on one node of a step, or None where it does not say.
+
+    >>> [_tasks_on(node, "4(x2),3") for node in ("0", "1", "2", "3")]
+    [4, 4, 3, None]
+    """
+    runs = re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", tasks_per_node)
+    counts = [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
+    index = int(node) if node.isdecimal() else 0
+    return counts[index] if index < len(counts) else None
 
 
 def _contradiction(env: Mapping[str, str], problem: str) -> LaunchError:
@@ -133,11 +157,11 @@ def _contradiction(env: Mapping[str, str], problem: str) -> LaunchError:
 def _first_host(nodelist: str) -> str:
     """Return the first host of a SLURM node list.
 
-    >>> _first_host("gpu[07-09,12],login1"), _first_host("node3")
-    ('gpu07', 'node3')
+    >>> _first_host("gpu[07-09,12],login1"), _first_host("rack[1-2]n[4,6]-ib"), _first_host("node3")
+    ('gpu07', 'rack1n4-ib', 'node3')
     """
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
-    return (match.group(1) + (match.group(2) or "")) if match else "localhost"
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodelist)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else "localhost"
 
 
 def _port_from(key: str) -> int:

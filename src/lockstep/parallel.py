@@ -6,13 +6,15 @@ Does not own: when gradients are exchanged; the step says so.
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.runtime import World
+
+T = TypeVar("T")
 
 
 def replicate(model: nn.Module, world: World) -> nn.Module:
@@ -36,9 +38,12 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
     )
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """Return the module that was replicated: its names are those of the checkpoint."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+def bare(model: T) -> T:
+    """Return the module that was replicated, whose names are those of the checkpoint.
+
+    Anything else comes back as it is.
+    """
+    return cast(T, model.module) if isinstance(model, DistributedDataParallel) else model
 
 
 def local_gradients(model: nn.Module) -> AbstractContextManager[None]:

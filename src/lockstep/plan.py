@@ -170,38 +170,57 @@ class Contract:
         ]
 
 
-def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> Contract:
-    """Return the contract a resumed run trains under.
+def resume_plan(stored: BatchPlan, fresh: BatchPlan) -> BatchPlan:
+    """Return the plan a resumed run goes on with: the stored leaves, cut for the ranks there are.
 
-    Another number of ranks keeps the stored global batch and rate and cuts the
-    same leaves anew. Anything else that changes what a step does needs the
-    user's word.
+    >>> stored = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=4)
+    >>> fresh = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=2)
+    >>> resume_plan(stored, fresh).accumulate
+    2
 
     Raises:
         ConfigError: with each changed number, old and new.
     """
-    world_size = fresh.plan.world_size
-    moved = replace(stored, plan=replace(stored.plan, world_size=world_size))
-    same_ranks = world_size == stored.plan.world_size
     compared = [
-        ("samples", stored.plan.num_samples, fresh.plan.num_samples),
-        ("batch_size", stored.plan.batch_size, fresh.plan.batch_size),
-        ("lr", stored.base_lr, fresh.base_lr),
-        ("lr_scaling", stored.lr_scaling, fresh.lr_scaling),
+        ("samples", stored.num_samples, fresh.num_samples),
+        ("batch_size", stored.batch_size, fresh.batch_size),
     ]
-    if same_ranks:
-        compared.append(("effective batch", stored.plan.global_batch, fresh.plan.global_batch))
-    changed = [f"{name} {old} -> {new}" for name, old, new in compared if old != new]
-    if changed and accept_changes:
+    if fresh.world_size == stored.world_size:
+        compared += [("effective batch", stored.global_batch, fresh.global_batch)]
+    _refuse_changes(compared)
+    if fresh.world_size > stored.leaves_per_step:
+        raise ConfigError(
+            f"{fresh.world_size} ranks, but a step has {stored.leaves_per_step} micro-batches",
+            f"{stored.leaves_per_step} ranks or fewer",
+        )
+    return replace(stored, world_size=fresh.world_size)
+
+
+def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> Contract:
+    """Return the contract a resumed run trains under.
+
+    Another number of ranks keeps the stored global batch and rate. Anything else
+    that changes what a step does needs the user's word.
+
+    Raises:
+        ConfigError: with each changed number, old and new.
+    """
+    if accept_changes:
         return fresh
+    plan = resume_plan(stored.plan, fresh.plan)
+    _refuse_changes(
+        [
+            ("lr", stored.base_lr, fresh.base_lr),
+            ("lr_scaling", stored.lr_scaling, fresh.lr_scaling),
+        ]
+    )
+    return replace(stored, plan=plan)
+
+
+def _refuse_changes(compared: list[tuple[str, Any, Any]]) -> None:
+    changed = [f"{name} {old} -> {new}" for name, old, new in compared if old != new]
     if changed:
         raise ConfigError(
             f"the checkpoint was trained with other numbers: {', '.join(changed)}",
             "the old numbers, or accept_changes=true to go on with the new ones",
         )
-    if world_size > stored.plan.leaves_per_step:
-        raise ConfigError(
-            f"{world_size} ranks, but a step has {stored.plan.leaves_per_step} micro-batches",
-            f"{stored.plan.leaves_per_step} ranks or fewer",
-        )
-    return moved

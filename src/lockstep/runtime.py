@@ -9,6 +9,7 @@ same order, or the group waits for the one that did not.
 """
 
 import datetime
+import math
 import os
 import socket
 import sys
@@ -40,10 +41,15 @@ def launched_rank() -> int:
 def group_timeout_s(configured: float) -> float:
     """Return how long a collective may wait: NCCL_TIMEOUT (seconds) if set, else the config's."""
     text = os.environ.get("NCCL_TIMEOUT", "")
+    if not text:
+        return configured
     try:
-        return float(text) if text else configured
+        seconds = float(text)
     except ValueError:
-        raise LaunchError(f"NCCL_TIMEOUT={text!r} is not a number", "set it in seconds") from None
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise LaunchError(f"NCCL_TIMEOUT={text!r} is not a time", "set it in seconds: 1800")
+    return seconds
 
 
 def choose_device(launch: Launch, wanted: str = "auto") -> torch.device:

@@ -174,10 +174,19 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     )
     if checkpoint is not None:
         together(world, lambda: run.restore(checkpoint))
+        together(world, lambda: _settle(store, checkpoint, world))
     if config.compile:
-        model.compile()
+        task.compile(model)
     run.model = replicate(model, world)
     return run
+
+
+def _settle(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> None:
+    """Make the checkpoint the run goes on from its newest, with the names it was to have."""
+    if world.is_first and checkpoint.path.resolve().parent == store.folder.resolve():
+        store.set_aside_after(checkpoint.step)
+        for name in checkpoint.meta.get("names", []):
+            store.name(checkpoint.step, name)
 
 
 def _take_folder(folder: Path, config: RunConfig, world: World, stack: ExitStack) -> None:

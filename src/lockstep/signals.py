@@ -92,10 +92,19 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
     """Stand in for the default action; the pipe carries the news."""
 
 
+def leave_signals_to_parent(worker: int) -> None:
+    """Ignore stop signals in a loader worker, which ends when its parent does.
+
+    A scheduler signals every process of a job. A worker that died of it would
+    take away the batches that its parent needs to stop in good order.
+    """
+    for number in EXIT_CODES:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _forget_in_child() -> None:
-    """A forked loader worker must neither report signals to us nor die of Ctrl-C before us."""
+    """Give a forked child the default actions: it must not report signals to our thread."""
     if _active is not None:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in EXIT_CODES:
+            signal.signal(number, signal.SIG_DFL)

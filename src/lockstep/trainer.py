@@ -321,6 +321,7 @@ class Trainer:
                 "consumed": run.progress.consumed,
                 "ledger": str(run.progress.ledger),
                 "epochs_completed": epochs,
+                "names": names,
                 "metrics": self.metrics if self.evaluated_step == step else {},
                 "config": json.loads(run.config.model_dump_json()),
                 "versions": versions(),

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from lockstep.checkpoint import FolderLock
 from lockstep.errors import CheckpointError, FolderInUseError
 
 
-def start(body: Callable[[], None]) -> int:
+def start(body: Callable[[], object]) -> int:
     """Run `body` in a forked process that ends without pytest's help."""
     pid = os.fork()
     if pid:
@@ -51,14 +51,10 @@ def holder(folder: Path, *, with_child: bool = False) -> Iterator[tuple[int, int
     finally:
         for leftover in (pid, child):
             if leftover:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(leftover, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-        try:
+        with suppress(ChildProcessError):
             os.waitpid(pid, 0)
-        except ChildProcessError:
-            pass
         os.close(reading)
         os.close(writing)
 
@@ -135,9 +131,7 @@ def test_a_forked_child_can_neither_take_nor_release_its_parents_lock(tmp_path: 
 def test_a_release_frees_the_folder_for_others(tmp_path: Path) -> None:
     with FolderLock(tmp_path / "new" / "run"):
         pass
-    _, status = os.waitpid(
-        start(lambda: FolderLock(tmp_path / "new" / "run").acquire() and None), 0
-    )
+    _, status = os.waitpid(start(FolderLock(tmp_path / "new" / "run").acquire), 0)
     assert status == 0
 
 

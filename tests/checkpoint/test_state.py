@@ -96,7 +96,7 @@ def test_comparing_would_notice_one_changed_bit() -> None:
 
 
 def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
-    tree = {
+    tree: Any = {
         "none": None,
         "flags": [True, False],
         "ints": (0, -1, 2**80),
@@ -171,7 +171,7 @@ def test_the_skeleton_survives_json() -> None:
     assert same(unflatten(again, tensors), unflatten(skeleton, tensors))
 
 
-Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - the plain kind is what is refused
+Pair = namedtuple("Pair", "a b")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_tensor_that_only_looks_like_one_is_refused() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     with pytest.raises(CheckpointError, match="only looks like a tensor"):
-        flatten({"sharded": TwoTensor(torch.ones(2), torch.ones(2))})
+        flatten({"sharded": TwoTensor(torch.ones(2), torch.ones(2))})  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,9 @@ def test_a_skeleton_that_is_none_is_refused(skeleton: Any) -> None:
 
 def test_a_snapshot_does_not_see_later_changes() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    live = OrderedDict(w=parameter, nested={"list": [torch.zeros(2), 1]}, t=torch.ones(2, 3).t())
+    live: dict[str, Any] = OrderedDict(
+        w=parameter, nested={"list": [torch.zeros(2), 1]}, t=torch.ones(2, 3).t()
+    )
     copy = snapshot(live)
     with torch.no_grad():
         parameter.add_(1)

@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.checkpoint import BackgroundWriter, Checkpoint, CheckpointStore, snapshot
-from lockstep.checkpoint import layout as layout_module
 from lockstep.errors import CheckpointError
 
 torch.set_num_threads(1)
@@ -128,7 +128,7 @@ def test_a_save_that_does_not_read_back_fails_and_removes_nothing(
     save(store, 1)
     real = os.write
     monkeypatch.setattr(
-        layout_module.os, "write", lambda fd, data: real(fd, bytes(data).replace(b"\x40", b"\x41"))
+        os, "write", lambda fd, data: real(fd, bytes(data).replace(b"\x40", b"\x41"))
     )
     with pytest.raises(CheckpointError, match="step_00000002"):
         save(store, 2)
@@ -288,6 +288,25 @@ def test_a_rewound_run_never_removes_what_it_just_saved(tmp_path: Path) -> None:
     assert store.steps() == [5]
 
 
+def test_a_folder_that_cannot_be_used_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot look into"):
+        CheckpointStore(tmp_path / "file").latest()
+    with pytest.raises(CheckpointError, match="cannot save"):
+        save(CheckpointStore(tmp_path / "file" / "below"), 1)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    store = CheckpointStore(tmp_path / "run")
+    save(store, 1, 2)
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(CheckpointError, match="cannot set .* aside"):
+        store.set_aside_after(1)
+
+
 def test_saving_in_the_background_keeps_the_state_of_its_moment(tmp_path: Path) -> None:
     store, writer = CheckpointStore(tmp_path), BackgroundWriter()
     model = nn.Linear(200, 200)
@@ -295,7 +314,7 @@ def test_saving_in_the_background_keeps_the_state_of_its_moment(tmp_path: Path) 
     for step in range(3):
         copy = snapshot(model.state_dict())
         expected[step] = model.weight.detach().clone()
-        writer.submit(lambda step=step, copy=copy: store.save(step, {"model": copy}, {}))
+        writer.submit(partial(store.save, step, {"model": copy}, {}))
         with torch.no_grad():
             model.weight.add_(1)
     writer.close()
@@ -363,8 +382,9 @@ def follow_the_rule(folder: Path, keep: int, seed: int, actions: str) -> None:
             file.write_bytes(file.read_bytes()[:-1])
             valid.discard(victim)
         elif action == "n" and steps:
-            named = {rng.choice(sorted(steps))}
-            store.name(*named, "best_model.pt")
+            best = rng.choice(sorted(steps))
+            store.name(best, "best_model.pt")
+            named = {best}
         elif action == "r":
             store = CheckpointStore(folder, keep_last=keep)
         assert store.steps() == sorted(steps)
@@ -382,9 +402,7 @@ def follow_the_rule(folder: Path, keep: int, seed: int, actions: str) -> None:
 def test_retention_follows_its_rule(
     keep: int, seed: int, actions: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        follow_the_rule(tmp_path_factory.mktemp("run"), keep, seed, actions)
+    follow_the_rule(tmp_path_factory.mktemp("run"), keep, seed, actions)
 
 
 def test_retention_that_trusts_damaged_ones_would_be_caught(

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,19 @@ from lockstep.checkpoint.writer import BackgroundWriter
 
 
 def test_submit_returns_while_the_job_runs() -> None:
-    writer, gate, done = BackgroundWriter(), threading.Event(), []
-    writer.submit(lambda: (gate.wait(10), done.append(1)))
+    writer, gate, done = BackgroundWriter(), threading.Event(), threading.Event()
+
+    def job() -> None:
+        gate.wait(10)
+        done.set()
+
+    writer.submit(job)
     assert writer.is_busy
     writer.poll()
-    assert not done
+    assert not done.is_set()
     gate.set()
     writer.close()
-    assert done == [1]
+    assert done.is_set()
 
 
 def test_jobs_run_one_at_a_time_and_in_order() -> None:
@@ -34,7 +40,7 @@ def test_jobs_run_one_at_a_time_and_in_order() -> None:
         order.append(number)
 
     for number in range(10):
-        writer.submit(lambda number=number: job(number))
+        writer.submit(partial(job, number))
     writer.close()
     assert order == list(range(10))
 

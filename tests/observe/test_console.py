@@ -87,7 +87,7 @@ def test_every_kind_has_its_line() -> None:
 def test_an_event_with_missing_fields_still_prints() -> None:
     lines = plain_lines([event("step", 3, loss=float("nan")), event("checkpoint", 3, path="x")])
     assert lines[0].startswith("step     3/1000  loss nan")
-    assert lines[1] == "checkpoint at step 3  path x"
+    assert lines[1] == "checkpoint at step 3  x"
 
 
 def eta(line: str) -> str:

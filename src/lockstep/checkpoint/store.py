@@ -5,7 +5,6 @@ and the decision which ones may go. Does not own: what is in a checkpoint, or
 which process saves; there is one writer, and `FolderLock` is how it makes sure.
 
     checkpoints/
-      lock                                      who writes here
       step_00000120/                            see layout.py
       checkpoint_epoch_10.pt -> step_00000120   an alias; what has one is kept
       superseded_1_step_00000200/               left behind when the run went back
@@ -34,6 +33,8 @@ from lockstep.checkpoint.layout import Checkpoint as Checkpoint
 from lockstep.checkpoint.lock import FolderLock as FolderLock
 from lockstep.checkpoint.state import flatten
 from lockstep.errors import CheckpointError, closest
+from lockstep.parallel import bare
+from lockstep.runtime import World
 
 
 class CheckpointStore:
@@ -162,6 +163,30 @@ class CheckpointStore:
             if STEP_FOLDER.fullmatch(found.name) or os.path.lexists(found / MANIFEST):
                 return self._of_this_recipe(read_checkpoint(found))
         raise self._not_found(str(path))
+
+    def save_from(self, world: World, step: int, **objects: Any) -> None:
+        """Save the `state_dict()` of each object, from the first rank. Collective.
+
+        For a loop of your own: `store.save_from(world, loader.step, model=model, ...)`.
+        """
+        if world.is_first:
+            self.save(step, {name: bare(o).state_dict() for name, o in objects.items()}, {})
+        world.barrier()
+
+    def load_into(self, **objects: Any) -> int:
+        """Give each object the state it had at the newest good checkpoint; return its step, or 0.
+
+        Raises:
+            CheckpointError: every checkpoint is damaged, or one does not fit.
+        """
+        checkpoint, rejected = self.latest()
+        if checkpoint is None and rejected:
+            raise CheckpointError(f"no checkpoint in {self.folder} is whole", rejected[0][1])
+        if checkpoint is None:
+            return 0
+        for name, target in objects.items():
+            bare(target).load_state_dict(checkpoint.load(name))
+        return checkpoint.step
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Rename every checkpoint newer than `step`, so that a rewound run does not meet them.

@@ -6,7 +6,7 @@ leaf, the copy to the device.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
@@ -31,8 +31,9 @@ from lockstep.data.reader import (
     is_stream,
 )
 from lockstep.errors import ConfigError, DataError
-from lockstep.plan import BatchConfig, BatchPlan, plan_batches
+from lockstep.plan import BatchConfig, BatchPlan, plan_batches, resume_plan
 from lockstep.runtime import World
+from lockstep.signals import leave_signals_to_parent
 
 STREAM_LENGTH = 2**62
 """A stream is one endless epoch, in which a sample's id is its position."""
@@ -85,6 +86,7 @@ class Loader:
             raise ConfigError(
                 "a data set without length has no epochs to count", "total_steps=1000"
             )
+        self._epochs = None if total_steps else epochs or 1
         self.total_steps = total_steps or (epochs or 1) * self.plan.steps_per_epoch
         self.order = order or (
             Sequential(STREAM_LENGTH)
@@ -99,11 +101,35 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the steps that are left."""
-        return self.total_steps - step_of(self.plan, self.consumed)
+        return self.total_steps - self.step
+
+    @property
+    def step(self) -> int:
+        """Return the steps that have been handed out."""
+        return step_of(self.plan, self.consumed)
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Say whether the step handed out last was the last of its epoch."""
+        return self.consumed > 0 and self.consumed % self.plan.samples_per_epoch == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state, one integer, and the plan it was counted under."""
+        return {"consumed": self.consumed, "plan": asdict(self.plan)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after as many samples as `state_dict` counted, with the same global batch.
+
+        Raises:
+            ConfigError: if samples or batch size have changed since.
+        """
+        self.plan = resume_plan(BatchPlan(**state["plan"]), self.plan)
+        self.consumed = state["consumed"]
+        if self._epochs is not None:
+            self.total_steps = self._epochs * self.plan.steps_per_epoch
 
     def __iter__(self) -> Iterator[StepBatch]:
-        first = step_of(self.plan, self.consumed)
-        steps = range(first, self.total_steps)
+        steps = range(self.step, self.total_steps)
         rank = self._world.rank
         leaves = (leaf for step in steps for leaf in leaves_of(self.plan, step, rank))
         read = _read(self._reader, leaves, self._config, self._world)
@@ -152,6 +178,7 @@ def _read(
         num_workers=num_workers,
         prefetch_factor=config.prefetch if num_workers else None,
         pin_memory=world.device.type == "cuda",
+        worker_init_fn=leave_signals_to_parent,
     )
     for micro_batch in micro_batches:
         if micro_batch.error is not None:

@@ -31,7 +31,7 @@ LINES = {
     "run_start": "training on {world_size} x {device}  {recipe}",
     "resume": "resumed at step {step} from {path}",
     "epoch": "epoch {epoch} done  loss {loss:.4g}  {message}",
-    "checkpoint": "checkpoint at step {step}  {path}  {size_mb:.1f} MB in {seconds:.2f} s",
+    "checkpoint": "checkpoint at step {step}  {path}{cost}",
     "picture": "picture at step {step}  {path}",
     "sample_skipped": "skipped sample {sample}: {reason}",
     "warning": "warning: {message}",
@@ -193,10 +193,10 @@ def _build_bar(stream: TextIO, total_steps: int) -> "Progress":
 
 
 def _line(event: Event) -> str:
-    size_mb = event.get("size_bytes", 0) / 1e6
-    duration = _duration(event.get("seconds", 0))
+    seconds, size_bytes = event.get("seconds", 0), event.get("size_bytes")
+    cost = f"  {size_bytes / 1e6:.1f} MB in {seconds:.2f} s" if size_bytes else ""
     try:
-        return LINES[event["event"]].format(**event, size_mb=size_mb, duration=duration)
+        return LINES[event["event"]].format(**event, cost=cost, duration=_duration(seconds))
     except (KeyError, ValueError, TypeError):  # a kind or a field of someone's own loop
         own = {name: event[name] for name in event if name not in ("event", "step", "time")}
         numbers = event.get("metrics", own)

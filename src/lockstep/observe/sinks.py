@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import override
 
 from lockstep.observe.curves import draw_curves
 from lockstep.observe.events import Event
@@ -185,8 +186,12 @@ def _picture(event: Event, folder: Path) -> Path | None:
     """Return the picture an event is about, if it is still there."""
     if event["event"] != "picture":
         return None
-    path = folder / event["path"]
-    return path if path.is_file() else None
+    paths = (Path(event["path"]), folder / event["path"])
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _picture_name(event: Event) -> str:
+    return f"picture/{event['name']}" if "name" in event else "picture"
 
 
 class TensorBoardSink(Sink):
@@ -201,6 +206,7 @@ class TensorBoardSink(Sink):
         first_step = 0 if resume_step is None else resume_step + 1
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
+    @override
     def send(self, event: Event) -> None:
         for name, value in _scalars(event).items():
             self._writer.add_scalar(name, value, event["step"], walltime=event.get("time"))
@@ -211,11 +217,13 @@ class TensorBoardSink(Sink):
 
             with Image.open(path) as image:
                 pixels = numpy.asarray(image.convert("RGB"))
-            self._writer.add_image("picture", pixels, event["step"], dataformats="HWC")
+            self._writer.add_image(_picture_name(event), pixels, event["step"], dataformats="HWC")
 
+    @override
     def flush(self) -> None:
         self._writer.flush()
 
+    @override
     def close(self) -> None:
         self._writer.close()
 
@@ -286,16 +294,18 @@ class WandbSink(Sink):
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
+    @override
     def send(self, event: Event) -> None:
         payload: dict[str, Any] = dict(_scalars(event))
         path = _picture(event, self._folder)
         if path is not None:
             import wandb
 
-            payload["picture"] = wandb.Image(str(path))
+            payload[_picture_name(event)] = wandb.Image(str(path))
         if payload:
             self._run.log({**payload, "step": event["step"]})
 
+    @override
     def close(self) -> None:
         self._run.finish()
 
@@ -322,11 +332,13 @@ class CurvesSink(Sink):
         self._not_before = 0.0
         self._is_stale = False
 
+    @override
     def send(self, event: Event) -> None:
         self._is_stale = True
         if event["event"] == "evaluation" and time.monotonic() >= self._not_before:
             self._draw()
 
+    @override
     def close(self) -> None:
         if self._is_stale:
             self._draw()

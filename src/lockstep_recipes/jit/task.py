@@ -138,14 +138,21 @@ def error_factor(
 
 
 class JiTTask(Task):
-    """Train a JiT on a folder of images, or of texts painted as pixels."""
+    """Train a JiT on a folder of images, or of texts painted as pixels.
+
+    Raises:
+        DataError: if the Inception weights, where given, cannot be used.
+    """
 
     name = "jit"
 
     def __init__(self, config: JiTConfig) -> None:
         self.config = config
         self._noise_scale = config.resolved_noise_scale
-        self._feature_network: FeatureNetwork | None = None
+        weights = config.inception_weights
+        self._features: FeatureNetwork = (
+            load_inception(weights) if weights else evaluate.RandomFeatures()
+        )
         self._reference_moments: Moments | None = None
 
     # --- data ---------------------------------------------------------------------------------
@@ -271,11 +278,12 @@ class JiTTask(Task):
                     self._draw(images, Path(folder) / "samples" / f"step_{context.step:08d}.png")
             if not config.num_fid_samples:
                 return {}
+            self._features.to(world.device)
             reference = self._reference(world)
             if reference.count < 2:
                 return {}
             batches = self._samples(model, context, config.num_fid_samples)
-            moments = evaluate.image_moments(batches, self._features(world), world).all_sum(world)
+            moments = evaluate.image_moments(batches, self._features, world).all_sum(world)
         distance = evaluate.frechet_of_moments(moments, reference, world)
         return {"fid" if config.inception_weights else "frechet_random_features": distance}
 
@@ -317,14 +325,6 @@ class JiTTask(Task):
         except OSError as error:
             warnings.warn(f"the samples of this evaluation were not saved: {error}", stacklevel=2)
 
-    def _features(self, world: World) -> FeatureNetwork:
-        """Return the network whose features are compared; built once."""
-        if self._feature_network is None:
-            weights = self.config.inception_weights
-            network = load_inception(weights) if weights else evaluate.RandomFeatures()
-            self._feature_network = network.to(world.device)
-        return self._feature_network
-
     def _reference(self, world: World) -> Moments:
         """Return the moments of real images, read once and shared out over the ranks. Collective.
 
@@ -337,26 +337,8 @@ class JiTTask(Task):
             num = min(self.config.num_fid_samples, len(listing))
             chosen = [index * len(listing) // num for index in evaluate.share(num, world)]
             data = open_listing(listing.select(chosen), self.config.image_size, flip=False)
-
-            # A rank that cannot read its share must not leave the others waiting for it.
-            failure: DataError | None = None
-            features = self._features(world)
-            moments = Moments.empty(features.num_features, world.device)
-            try:
-                batches = _in_batches(data, self.config.sample_batch_size)
-                moments = evaluate.image_moments(batches, features, world)
-            except DataError as error:
-                failure = error
-            num_failures = world.all_sum(
-                torch.tensor(float(failure is not None), device=world.device)
-            )
-            if failure is not None:
-                raise failure
-            if num_failures:
-                raise DataError(
-                    "another rank could not read its share of the reference images",
-                    "see that rank's error",
-                )
+            batches = _in_batches(data, self.config.sample_batch_size)
+            moments = evaluate.image_moments(batches, self._features, world)
             self._reference_moments = moments.all_sum(world)
         return self._reference_moments
 
@@ -374,7 +356,14 @@ def _no_images(size: int, device: torch.device) -> Tensor:
     return torch.empty(0, 3, size, size, dtype=torch.uint8, device=device)
 
 
-def _in_batches(data: Any, batch_size: int) -> Iterator[Tensor]:
+def _in_batches(data: ImageFolder | TextFolder, batch_size: int) -> Iterator[Tensor]:
+    """Yield the images that can be read: one rank's bad file must not leave the others waiting."""
     for start in range(0, len(data), batch_size):
-        stop = min(start + batch_size, len(data))
-        yield torch.stack([data[index]["image"] for index in range(start, stop)])
+        images = []
+        for index in range(start, min(start + batch_size, len(data))):
+            try:
+                images.append(data[index]["image"])
+            except DataError as error:
+                warnings.warn(f"left out of the reference: {error.problem}", stacklevel=2)
+        if images:
+            yield torch.stack(images)

@@ -77,9 +77,11 @@ def test_old_files_without_counters_and_with_a_training_head_load(
     load_inception(tmp_path / "old.pth")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_before_anything_is_trained(
+    tmp_path: Path, make_task: Callable[..., JiTTask]
+) -> None:
     with pytest.raises(DataError, match="nowhere.pth do not exist"):
-        load_inception(tmp_path / "nowhere.pth")
+        make_task(inception_weights=tmp_path / "nowhere.pth")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\x80\x04N."])

@@ -146,10 +146,11 @@ def test_one_label_in_ten_is_dropped_in_training_and_none_in_evaluation(
     assert torch.equal(evaluated, batch["label"])
 
 
-def test_time_noise_and_drop_are_separate_streams_of_place_and_step(
-    make_task: MakeTask, read_batch: ReadBatch, constant: nn.Module
+@pytest.mark.parametrize("pred", ["x", "eps"])  # of a constant, only these show t and noise alone
+def test_time_and_noise_are_streams_of_place_and_step_and_not_of_the_rank(
+    pred: str, make_task: MakeTask, read_batch: ReadBatch, constant: nn.Module
 ) -> None:
-    task = make_task()
+    task = make_task(pred=pred, loss="v" if pred == "x" else "eps")
     batch = read_batch(task, 16)
 
     def loss(**changes: Any) -> float:

@@ -43,9 +43,9 @@ def test_every_variant_has_the_tabled_number_of_weights(
 
 
 def test_an_unknown_variant_names_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match="JiT-B/8") as caught:
-        build_jit("JiT-B/8", 64, 10)
-    assert caught.value.remedy.startswith("JiT-B/")
+    with pytest.raises(ConfigError, match="JiT-L/1'") as caught:
+        build_jit("JiT-L/1", 64, 10)
+    assert caught.value.remedy == "JiT-L/16"
 
 
 def test_an_image_that_patches_do_not_tile_is_refused() -> None:
@@ -101,7 +101,8 @@ def test_rotation_sees_the_distance_between_patches_and_not_their_place() -> Non
         return (turned(q, a) * turned(k, b)).sum()
 
     torch.testing.assert_close(score((0, 0), (1, 3)), score((2, 1), (3, 4)))
-    assert not torch.isclose(score((0, 0), (1, 3)), score((0, 0), (3, 1)))
+    for other in ((3, 1), (1, 2), (2, 3)):  # transposed, another column, another row
+        assert not torch.isclose(score((0, 0), (1, 3)), score((0, 0), other))
 
 
 def test_class_tokens_are_not_rotated() -> None:

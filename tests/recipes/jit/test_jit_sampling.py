@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lockstep.errors import DataError
 from lockstep.task import Context
 from lockstep.testing import FakeWorld
 from lockstep_recipes.jit.evaluate import (
@@ -282,24 +281,26 @@ def test_the_reference_is_read_once(
     assert draw_picture(task, model, FakeWorld(), tmp_path) == first
 
 
-def test_a_bad_reference_image_stops_every_rank(
-    make_task: MakeTask,
-    make_mini: Callable[..., JiT],
-    tmp_path: Path,
-    run_ranks: Callable[..., list[Any]],
+def test_a_bad_reference_image_is_left_out_with_a_warning(
+    make_task: MakeTask, make_mini: Callable[..., JiT], tmp_path: Path
 ) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
     for index in range(20):
-        Image.new("RGB", (8, 8)).save(data / f"{index:02d}.png")
-    tasks = [make_task(**FAST | {"num_fid_samples": 12}, data=data) for _ in range(2)]
-    tasks[0].listings[0].root.joinpath(tasks[0].listings[0].names[0]).write_bytes(b"no image")
-    models = [make_mini(num_classes=0) for _ in range(2)]
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{index:02d}.png")
+    task = make_task(**FAST | {"num_fid_samples": 12}, data=tmp_path)
+    (tmp_path / task.listings[0].names[0]).write_bytes(b"no image")
+    with pytest.warns(UserWarning, match=task.listings[0].names[0]):
+        metrics = draw_picture(task, make_mini(num_classes=0), FakeWorld(), tmp_path / "run")
+    assert list(metrics) == ["frechet_random_features"]
 
-    def work(world: FakeWorld) -> dict[str, float]:
-        return draw_picture(tasks[world.rank], models[world.rank], world, tmp_path)
 
-    results = run_ranks(2, work)
-    assert all(isinstance(result, DataError) for result in results)
-    assert "not a readable image" in str(results[0])
-    assert "another rank" in str(results[1])
+@pytest.mark.parametrize("num_readable", [0, 1])
+def test_without_two_reference_images_there_is_no_distance(
+    num_readable: int, make_task: MakeTask, make_mini: Callable[..., JiT], tmp_path: Path
+) -> None:
+    for index in range(3):
+        (tmp_path / f"{index}.png").write_bytes(b"no image")
+    if num_readable:
+        Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    task = make_task(**FAST, data=tmp_path, val_fraction=0)
+    with pytest.warns(UserWarning, match="left out"):
+        assert draw_picture(task, make_mini(num_classes=0), FakeWorld(), tmp_path / "run") == {}

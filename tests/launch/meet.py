@@ -1,0 +1,35 @@
+"""What the launch tests start: join the others, add the ranks up, say who and where one is.
+
+It accepts `--local-rank=K` as torch.distributed.launch gives it, and ends as any script ends.
+"""
+
+import json
+import sys
+
+import torch
+
+from lockstep.runtime import World
+
+
+def meet(local_rank: int | None = None, timeout_s: float = 60) -> dict[str, object]:
+    """Join the group this process was launched into and add the ranks up."""
+    with World.enter(timeout_s=timeout_s, local_rank=local_rank) as world:
+        total = world.all_sum(torch.tensor([world.rank + 1.0], device=world.device))
+        return {
+            "rank": world.rank,
+            "size": world.size,
+            "local_rank": world.local_rank,
+            "local_size": world.local_size,
+            "device": str(world.device),
+            "launcher": world.launcher,
+            "sum": total.item(),
+        }
+
+
+if __name__ == "__main__":
+    from lockstep_recipes.command import Flags
+
+    flags = Flags("meet", "Add the ranks up.", "torchrun --nproc_per_node=2 meet.py")
+    flags.add_argument("--local_rank", type=int)
+    # One write, so that two ranks do not tear each other's lines.
+    sys.stdout.write(json.dumps(meet(flags.read(sys.argv[1:]).local_rank)) + "\n")
