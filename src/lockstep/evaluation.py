@@ -56,10 +56,10 @@ def evaluate(
     names = next((text for text in world.all_texts("\n".join(local)) if text), "").split("\n")
     table = torch.stack([local.get(name, torch.zeros(2, dtype=torch.float64)) for name in names])
     sums = world.all_sum(table)
-    reduced = {
+    reduced = {  # a part without a single unit has no mean
         name: float(value / weight)
         for name, (value, weight) in zip(names, sums, strict=True)
-        if name
+        if weight
     }
     return reduced | {name: float(metric.compute()) for name, metric in metrics.items()}
 

@@ -125,6 +125,7 @@ class Run:
         if self.scaler and "scaler" in checkpoint.parts:
             self.scaler.load_state_dict(checkpoint.load("scaler"))
         self.loader.consumed = self.progress.consumed
+        self.progress.step = self.loader.step  # the same, unless changed batches were accepted
         self.resumed_from = checkpoint
 
 

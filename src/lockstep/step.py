@@ -78,11 +78,11 @@ def train_step(
     loss_sum, weight = sums[0], sums[1]
 
     # Ranks hold the *average* of the summed gradients; times size / weight, it is
-    # the gradient of the global mean. No unit at all leaves no gradient: 0 / tiny.
+    # the gradient of the global mean. No unit at all leaves no gradient.
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     if scaler:
         scaler.unscale_(optimizer)
-    scale = world.size / weight.clamp(min=torch.finfo(torch.float64).tiny)
+    scale = torch.where(weight > 0, world.size / weight, 0.0)
     grad_norm = torch.nn.utils.get_total_norm(grads).double() * scale  # before clipping
     if max_grad_norm is not None:
         scale = scale * (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)

@@ -225,12 +225,13 @@ class Trainer:
         # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
         local = torch.tensor([[timing["step_time_s"], timing["data_wait_share"]]])
         step_time, wait_share = (float(column.max()) for column in run.world.all_gather(local).T)
-        means = {name: float(sums[0] / sums[1]) for name, sums in progress.interval.items()}
+        pairs = {name: sums.tolist() for name, sums in progress.interval.items()}
+        means = {name: value / weight for name, (value, weight) in pairs.items() if weight}
         progress.interval = {}
         self.events.write(
             "step",
             progress.step,
-            loss=means.pop("loss"),
+            loss=means.pop("loss", 0.0),
             parts=means,
             learning_rate=run.optimizer.param_groups[0]["lr"],
             grad_norm=float(self.report.grad_norm),

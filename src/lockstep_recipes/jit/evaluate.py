@@ -35,6 +35,10 @@ RANDOM_FEATURE_SEED = 20_251_113
 RANDOM_FEATURE_CHANNELS = (16, 32, 64)
 
 
+SEEN_SIZE = 64
+"""Samples smaller than this are enlarged in a picture."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:
     """How to get from noise to an image."""
@@ -251,10 +255,15 @@ def frechet_of_moments(a: Moments, b: Moments, world: World) -> float:
     return float(world.all_sum(value))
 
 
-def tile(images: NDArray[np.uint8], gap: int = 2) -> NDArray[np.uint8]:
-    """Lay images (B, 3, H, H) out in a nearly square picture, white between them."""
+def tile(images: NDArray[np.uint8], num_classes: int = 1, gap: int = 2) -> NDArray[np.uint8]:
+    """Lay images (B, 3, H, H) out in a nearly square picture, white between them.
+
+    Columns are a multiple of the classes where that fits, so that a column is a class.
+    """
     num, _, size, _ = images.shape
     columns = math.ceil(math.sqrt(num))
+    if 1 < num_classes <= num:
+        columns = math.ceil(columns / num_classes) * num_classes
     rows = math.ceil(num / columns)
     pitch = size + gap
     picture = np.full((rows * pitch + gap, columns * pitch + gap, 3), 255, dtype=np.uint8)
@@ -262,6 +271,12 @@ def tile(images: NDArray[np.uint8], gap: int = 2) -> NDArray[np.uint8]:
         top, left = gap + index // columns * pitch, gap + index % columns * pitch
         picture[top : top + size, left : left + size] = image.transpose(1, 2, 0)
     return picture
+
+
+def enlarge(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Make each pixel of small images a square, so that people can see them."""
+    zoom = max(1, SEEN_SIZE // images.shape[2])
+    return images.repeat(zoom, axis=2).repeat(zoom, axis=3)
 
 
 def save_picture(path: Path, picture: NDArray[np.uint8]) -> None:

@@ -212,6 +212,12 @@ class JiTTask(Task):
             fused=all(p.is_cuda for p in trained),
         )
 
+    def compile(self, model: nn.Module) -> None:
+        """Compile one block; the others are alike and reuse it."""
+        assert isinstance(model, JiT)
+        for block in model.blocks:
+            block.compile()
+
     # --- loss ---------------------------------------------------------------------------------
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], context: Context) -> PartialLoss:
@@ -262,30 +268,33 @@ class JiTTask(Task):
 
     def finish_evaluation(
         self, model: nn.Module, context: Context, folder: str
-    ) -> Mapping[str, float]:
+    ) -> Mapping[str, float | Path]:
         """Draw samples into `folder/samples`, and measure how far they are from real images.
 
         Collective. Each rank draws its share; a sample depends on its index, the seed
         and the weights, not on the number of ranks.
         """
         config, world = self.config, context.world
+        made: dict[str, float | Path] = {}
         with evaluate.evaluating(model), torch.no_grad():
             if config.grid:
                 batches = self._samples(model, context, config.grid)
                 own = torch.cat([_no_images(config.image_size, world.device), *batches])
                 images = world.all_gather(own)
+                path = Path(folder) / "samples" / f"step_{context.step:08d}.png"
+                made["samples"] = path
                 if world.is_first:
-                    self._draw(images, Path(folder) / "samples" / f"step_{context.step:08d}.png")
+                    self._draw(images, path)
             if not config.num_fid_samples:
-                return {}
+                return made
             self._features.to(world.device)
             reference = self._reference(world)
             if reference.count < 2:
-                return {}
+                return made
             batches = self._samples(model, context, config.num_fid_samples)
             moments = evaluate.image_moments(batches, self._features, world).all_sum(world)
         distance = evaluate.frechet_of_moments(moments, reference, world)
-        return {"fid" if config.inception_weights else "frechet_random_features": distance}
+        return made | {"fid" if config.inception_weights else "frechet_random_features": distance}
 
     def _samples(self, model: nn.Module, context: Context, num: int) -> Iterator[Tensor]:
         """Yield this rank's share of `num` samples as uint8 batches."""
@@ -318,7 +327,8 @@ class JiTTask(Task):
         """Write the picture, and for texts what it says; a full disk must not end the run."""
         pixels = images.cpu().numpy()
         try:
-            evaluate.save_picture(path, evaluate.tile(pixels))
+            picture = evaluate.tile(evaluate.enlarge(pixels), self.num_classes)
+            evaluate.save_picture(path, picture)
             if self.is_text:
                 texts = [text_pixels.decode(text_pixels.read_pixels(image)) for image in pixels]
                 evaluate.save_text(path.with_suffix(".txt"), "\n".join(texts) + "\n")
