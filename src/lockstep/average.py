@@ -20,10 +20,15 @@ class Averages:
         self.copies = {decay: [p.detach().clone() for p in self._sources] for decay in decays}
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move every average towards the present weights: a += (1 - decay) (w - a)."""
+    def update(self, step: int) -> None:
+        """Move every average towards the weights after `step` steps: a += (1 - d) (w - a).
+
+        d is the decay, or (1 + step) / (10 + step) while that is smaller: else the
+        random first weights would stay in the average for 1 / (1 - decay) steps.
+        """
         for decay, copies in self.copies.items():
-            torch._foreach_lerp_(copies, self._sources, 1 - decay)
+            warm = min(decay, (1 + step) / (10 + step))
+            torch._foreach_lerp_(copies, self._sources, 1 - warm)
 
     @contextmanager
     def applied(self, decay: float) -> Iterator[None]:

@@ -8,11 +8,13 @@ Functions that communicate start with `all_`: every rank must call them, in the
 same order, or the group waits for the one that did not.
 """
 
+import atexit
 import datetime
 import math
 import os
 import socket
 import sys
+import time
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -76,6 +78,16 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> Any:
     )
 
 
+def _let_gloo_finish() -> None:
+    """Let gloo's threads drop their last tensors before the interpreter ends.
+
+    A wrapped model keeps those threads alive after the group was left. Dropping a
+    tensor takes the interpreter's lock; a thread that asks for it once the
+    interpreter is ending is ended inside C++, and the whole process aborts.
+    """
+    time.sleep(0.1)
+
+
 def _shares_gpu(launch: Launch, store: Any, device: torch.device) -> bool:
     """Say whether any two ranks sit on the same physical GPU."""
     store.set(f"gpu/{launch.rank}", str(torch.cuda.get_device_properties(device).uuid))
@@ -125,6 +137,8 @@ class World:
                 "check that every rank was started and that no other job uses this port "
                 "(another MASTER_PORT, or torchrun --standalone)",
             ) from error
+        atexit.unregister(_let_gloo_finish)
+        atexit.register(_let_gloo_finish)
         return cls(launch, place, backend)
 
     def leave(self) -> None:

@@ -108,8 +108,8 @@ class Trainer:
                 autocast=run.autocast,
                 scaler=run.scaler,
             )
-            run.averages.update()
             progress.take(self.report, upcoming)
+            run.averages.update(progress.step)
             self._enter_into_ledger(upcoming)
             upcoming = self._fetch(batches)  # while the device is still busy
             self.throughput.step_done(plan.global_batch)
@@ -314,8 +314,11 @@ class Trainer:
         epochs, into_epoch = divmod(step, plan.steps_per_epoch)
         if not into_epoch and run.config.checkpoint.every_steps is None:
             names.append(f"checkpoint_epoch_{epochs}.pt")
+        parts = snapshot(run.parts()) if run.world.is_first else {}
+        # Written before the checkpoint can exist: a resume from it must find this in the record.
+        path = str(run.store.path(step))
+        self.events.write("checkpoint", step, path=path, stall_s=time.monotonic() - began)
         if run.world.is_first:
-            parts = snapshot(run.parts())
             meta = {
                 "world_size": run.world.size,
                 "contract": run.contract.to_json(),
@@ -336,8 +339,6 @@ class Trainer:
             self.writer.submit(write)
             if not run.config.checkpoint.background:
                 self.writer.wait()
-        path = str(run.store.path(step))
-        self.events.write("checkpoint", step, path=path, stall_s=time.monotonic() - began)
 
     def _is_best(self) -> bool:
         """Say whether the evaluation of this very step is the best so far."""

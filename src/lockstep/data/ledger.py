@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor, tensor
 
-from lockstep.data.order import Ids, Order, mix
+from lockstep.data.order import Ids, Order, Sequential, mix
 from lockstep.plan import BatchPlan
 from lockstep.randomness import derive_seed
 
@@ -43,7 +43,12 @@ class Ledger:
 
     @classmethod
     def of_epoch(cls, order: Order, plan: BatchPlan, epoch: int) -> "Ledger":
-        """Return what the ledger must read when `epoch` is complete."""
+        """Return what the ledger must read when `epoch` is complete.
+
+        An epoch that drops nothing is every sample once, whatever its order says.
+        """
+        if plan.samples_per_epoch == plan.num_samples:
+            order = Sequential(plan.num_samples)
         ledger = cls()
         for start in range(0, plan.samples_per_epoch, 1 << 20):
             stop = min(start + (1 << 20), plan.samples_per_epoch)

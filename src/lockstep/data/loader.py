@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 from torch.utils.data import DataLoader, default_collate
 
@@ -177,6 +178,7 @@ def _read(
         collate_fn=_as_is,
         num_workers=num_workers,
         prefetch_factor=config.prefetch if num_workers else None,
+        generator=torch.Generator(),  # or it draws a number from the caller's
         pin_memory=world.device.type == "cuda",
         worker_init_fn=leave_signals_to_parent,
     )

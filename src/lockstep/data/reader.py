@@ -83,7 +83,17 @@ class LeafReader:
         if not samples:
             return MicroBatch(leaf, ids, None, error=_nothing_left(leaf, skipped))
         kept = np.array(good, dtype=np.int64)
-        return MicroBatch(leaf, kept, self.collate(samples), tuple(skipped))
+        return self._collated(leaf, kept, samples, tuple(skipped))
+
+    def _collated(
+        self, leaf: Leaf, ids: Ids, samples: list[Any], skipped: tuple[tuple[int, str], ...] = ()
+    ) -> MicroBatch:
+        try:
+            return MicroBatch(leaf, ids, self.collate(samples), skipped)
+        except Exception as error:  # likewise: raised here, it would be one rank's alone
+            names = ", ".join(_name(self.dataset, sample) for sample in ids.tolist()[:8])
+            problem = f"cannot make a batch of {names}: {type(error).__name__}: {error}"
+            return MicroBatch(leaf, ids, None, error=(problem, "samples alike, or another collate"))
 
 
 class StreamReader(LeafReader):
@@ -99,12 +109,17 @@ class StreamReader(LeafReader):
     def _read(self, leaf: Leaf) -> MicroBatch:
         samples = []
         while self._position < leaf.stop:
-            sample = self._next()
+            seed_all(self.seed, "sample", leaf.epoch, self._position)
+            try:
+                sample = self._next()
+            except Exception as error:
+                story = _explain(self.dataset, self._position, error)
+                return MicroBatch(leaf, np.array([], dtype=np.int64), None, error=story)
             if self._position >= leaf.start:
                 samples.append(sample)
             self._position += 1
         ids = np.arange(leaf.start, leaf.stop, dtype=np.int64)
-        return MicroBatch(leaf, ids, self.collate(samples))
+        return self._collated(leaf, ids, samples)
 
     def _next(self) -> Any:
         for _ in range(2):
@@ -128,11 +143,14 @@ def _explain(dataset: Any, sample: int, error: Exception) -> tuple[str, str]:
     """Say which sample is bad, by the name its data set has for it."""
     if isinstance(error, LockstepError):
         return error.problem, error.remedy
-    name = dataset.describe(sample) if hasattr(dataset, "describe") else f"sample {sample}"
     return (
-        f"{name} cannot be read: {type(error).__name__}: {error}",
+        f"{_name(dataset, sample)} cannot be read: {type(error).__name__}: {error}",
         "mend or remove it, or on_bad_sample=skip",
     )
+
+
+def _name(dataset: Any, sample: int) -> str:
+    return dataset.describe(sample) if hasattr(dataset, "describe") else f"sample {sample}"
 
 
 def _nothing_left(leaf: Leaf, skipped: list[tuple[int, str]]) -> tuple[str, str]:

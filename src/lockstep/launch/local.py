@@ -8,6 +8,9 @@ import os
 import uuid
 from collections.abc import Sequence
 
+SAVE_S = 300
+"""How long ranks that were told to stop may take to save; who signals twice need not wait."""
+
 
 def launch(command: Sequence[str], num_processes: int) -> int:
     """Run `command` as ranks 0 to N-1 and return the exit code of the first that failed, or 0."""
@@ -28,6 +31,9 @@ def launch(command: Sequence[str], num_processes: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
+        # Passed on to every rank; SLURM announces the time limit with SIGUSR1.
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        shutdown_timeout=SAVE_S,
     )
     try:
         elastic_launch(config, command[0])(*command[1:])

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 INK = "#33373d"
 FAINT = "#d9dce1"
 TRAIN = "#3b6fb6"
-HELD_OUT = ("#d1603d", "#2f9e7f", "#8a5fb0", "#c79a1b")
+HELD_OUT = (
+    "#d1603d", "#2f9e7f", "#8a5fb0", "#c79a1b", "#c2528b", "#5b8f29", "#2a9fc4", "#8c6d4f"
+)  # fmt: skip
 LOG_SCALE_FROM = 30.0
-"""A loss that falls by more than this factor is drawn on a logarithmic axis."""
+"""Curves that span more than this factor are drawn on a logarithmic axis."""
 
 Series = tuple[list[int], list[float]]
 
@@ -54,6 +56,7 @@ def draw_curves(folder: Path | str, path: Path | str) -> Path:
     if others:
         _prepare(panels[1], "Held-out metrics")
         _plot_held_out(panels[1], others)
+        _fit_scale(panels[1], list(others.values()))
     _draw_pace(panels[-1], _series(steps, "learning_rate"), _series(steps, "samples_per_second"))
 
     path = Path(path)
@@ -78,9 +81,7 @@ def _draw_losses(axes: "Axes", train: Series, held_out: dict[str, Series]) -> No
             label="train",
         )
     _plot_held_out(axes, held_out)
-    values = [v for series in (train, *held_out.values()) for v in series[1] if math.isfinite(v)]
-    if values and min(values) > 0 and max(values) / min(values) > LOG_SCALE_FROM:
-        axes.set_yscale("log")
+    _fit_scale(axes, [train, *held_out.values()])
 
 
 def _draw_pace(axes: "Axes", rate: Series, speed: Series) -> None:
@@ -107,7 +108,13 @@ def _plot_held_out(axes: "Axes", held_out: dict[str, Series]) -> None:
             *series, color=color, linewidth=1.6, marker=_marker(series), markersize=4.5, label=name
         )
     if axes.get_lines():
-        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+        axes.legend(framealpha=0.75, edgecolor="none", fontsize=9, labelcolor=INK)
+
+
+def _fit_scale(axes: "Axes", drawn: Sequence[Series]) -> None:
+    values = [value for series in drawn for value in series[1] if math.isfinite(value)]
+    if values and min(values) > 0 and max(values) / min(values) > LOG_SCALE_FROM:
+        axes.set_yscale("log")
 
 
 def _marker(series: Series) -> str:

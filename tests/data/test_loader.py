@@ -1,0 +1,296 @@
+"""The loader gives the same samples however they are read, and names the one that cannot be."""
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep import Loader
+from lockstep.data.loader import LoaderConfig, StepBatch, read_held_out
+from lockstep.data.order import Ids, Shuffled, consumed_after
+from lockstep.errors import ConfigError, DataError
+from lockstep.plan import BatchConfig, plan_batches
+from lockstep.randomness import seed_all, untouched
+from lockstep.testing import FakeWorld
+
+
+class Augmented:
+    """Samples with noise from all three global generators."""
+
+    def __init__(self, num_samples: int = 20) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = random.random() + np.random.rand() + float(torch.rand((), dtype=torch.float64))
+        return torch.tensor([float(index), noise], dtype=torch.float64)
+
+
+class Holed(Augmented):
+    """Some samples cannot be read."""
+
+    bad = (3,)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index in self.bad:
+            raise OSError("truncated file")
+        return super().__getitem__(index)
+
+
+class Stream:
+    """An iterable without length, whose samples are made with global random numbers."""
+
+    def __init__(self, length: int = 1000) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(self.length):
+            noise = random.random() + np.random.rand() + float(torch.rand((), dtype=torch.float64))
+            yield torch.tensor([float(index), noise], dtype=torch.float64)
+
+
+def steps(
+    dataset: Any,
+    rank: int = 0,
+    size: int = 1,
+    *,
+    skip: int = 0,
+    total_steps: int = 8,
+    **options: Any,
+) -> list[StepBatch]:
+    """Read what one rank gets, two leaves of two samples a step, from step `skip` on."""
+    plan = None
+    if hasattr(dataset, "__len__"):
+        config = BatchConfig(batch_size=2, global_batch_size=4, drop_last=False)
+        plan = plan_batches(config, len(dataset), size)
+    loader = Loader(
+        dataset,
+        FakeWorld(rank, size),
+        batch_size=2,
+        plan=plan,
+        total_steps=total_steps,
+        config=LoaderConfig(**options),
+    )
+    loader.consumed = consumed_after(loader.plan, skip - 1) if skip else 0
+    return list(loader)
+
+
+def rows(batches: list[StepBatch]) -> list[list[float]]:
+    """Return every sample that counts, in the order of reading."""
+    micro = [m for batch in batches for m in batch.micro_batches if m.counts]
+    return [row for m in micro for row in m.data.tolist()]
+
+
+# --- The same data, however read -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_number_of_workers_does_not_change_the_data(num_workers: int) -> None:
+    read = rows(steps(Augmented(), num_workers=num_workers, prefetch=3))
+    assert read == rows(steps(Augmented()))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_number_of_ranks_does_not_change_the_data(size: int) -> None:
+    def read(num_ranks: int) -> list[list[float]]:
+        plan = plan_batches(BatchConfig(batch_size=2, global_batch_size=6), 20, num_ranks)
+        each = [
+            Loader(Augmented(), FakeWorld(rank, num_ranks), plan=plan, total_steps=6)
+            for rank in range(num_ranks)
+        ]
+        return [row for step in zip(*each, strict=True) for batch in step for row in rows([batch])]
+
+    assert read(size) == read(1)
+
+
+def test_augmentation_differs_between_epochs_and_samples() -> None:
+    noise = [row[1] for row in rows(steps(Augmented(), total_steps=10))]
+    assert len(noise) == 40
+    assert len(set(noise)) == 40
+
+
+@pytest.mark.parametrize("skip", [1, 4, 7])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_going_on_after_k_steps_equals_skipping_k(skip: int, num_workers: int) -> None:
+    resumed = steps(Augmented(), skip=skip, num_workers=num_workers)
+    assert [batch.step for batch in resumed] == list(range(skip, 8))
+    assert rows(resumed) == rows(steps(Augmented())[skip:])
+
+
+def test_resuming_reads_nothing_again() -> None:
+    class Counted(Augmented):
+        touched: list[int] = []
+
+        def __getitem__(self, index: int) -> Tensor:
+            self.touched.append(index)
+            return super().__getitem__(index)
+
+    loader = Loader(Counted(10_000), FakeWorld(), batch_size=4, total_steps=2000)
+    loader.consumed = 4 * 1990
+    assert len(loader) == 10
+    read = [int(i) for batch in loader for m in batch.micro_batches for i in m.ids]
+    assert Counted.touched == read
+    assert len(read) == 40
+
+
+def test_what_is_consumed_is_what_was_handed_out_and_not_what_was_fetched() -> None:
+    loader = Loader(
+        Augmented(), FakeWorld(), batch_size=2, config=LoaderConfig(num_workers=1, prefetch=4)
+    )
+    batches = iter(loader)
+    for _ in range(3):
+        batch = next(batches)
+    assert loader.consumed == batch.consumed == 6
+
+
+@pytest.mark.parametrize("dataset", [Augmented(), Stream()])
+def test_reading_here_leaves_the_callers_generators_alone(dataset: Any) -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    with untouched():
+        seed_all(5)
+        expected = [draw() for _ in range(5)]
+        seed_all(5)
+        loader = Loader(dataset, FakeWorld(), batch_size=2, total_steps=4)
+        found = [draw()]
+        for _ in loader:
+            found.append(draw())
+        assert found == expected
+
+
+# --- Bad samples ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_sample_is_named(num_workers: int) -> None:
+    with pytest.raises(DataError) as caught:
+        steps(Holed(), num_workers=num_workers)
+    assert caught.value.problem == "sample 3 cannot be read: OSError: truncated file"
+    assert "on_bad_sample=skip" in caught.value.remedy
+
+
+def test_a_bad_sample_goes_by_the_name_its_data_set_has_for_it() -> None:
+    class Named(Holed):
+        def describe(self, index: int) -> str:
+            return f"images/{index}.png"
+
+    with pytest.raises(DataError, match="images/3.png cannot be read"):
+        steps(Named())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_skipped_sample_is_left_out_and_reported_but_counted_as_visited(num_workers: int) -> None:
+    batches = steps(Holed(), total_steps=5, on_bad_sample="skip", num_workers=num_workers)
+    micro = [m for batch in batches for m in batch.micro_batches]
+    assert sorted(row[0] for row in rows(batches)) == [i for i in range(20) if i != 3]
+    assert [s for m in micro for s, _ in m.skipped] == [3]
+    assert sorted(np.concatenate([m.visited for m in micro]).tolist()) == list(range(20))
+
+
+def test_skipping_a_sample_does_not_change_the_others() -> None:
+    clean = [row for row in rows(steps(Augmented())) if row[0] != 3]
+    assert rows(steps(Holed(), on_bad_sample="skip")) == clean
+
+
+def test_a_micro_batch_of_bad_samples_only_ends_the_run_in_words() -> None:
+    class Hopeless(Holed):
+        bad = tuple(range(20))
+
+    with pytest.raises(DataError, match="every sample of a micro-batch was bad"):
+        steps(Hopeless(), on_bad_sample="skip")
+
+
+def test_a_batch_that_cannot_be_put_together_names_its_samples() -> None:
+    class Ragged(Augmented):
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.zeros(index + 1)
+
+    with pytest.raises(DataError, match=r"batch of sample \d+, sample \d+: RuntimeError: stack"):
+        steps(Ragged())
+
+
+# --- Streams -----------------------------------------------------------------------------------
+
+
+def test_a_stream_needs_a_number_of_steps() -> None:
+    with pytest.raises(ConfigError, match="without length") as caught:
+        Loader(Stream(), FakeWorld(), batch_size=2)
+    assert "total_steps=" in caught.value.remedy
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_stream_is_used_once_and_in_order_across_ranks(size: int) -> None:
+    each = [steps(Stream(), rank, size, total_steps=5) for rank in range(size)]
+    ids = [row[0] for batches in zip(*each, strict=True) for b in batches for row in rows([b])]
+    assert ids == list(range(5 * 2 * size))
+
+
+def test_the_samples_of_a_stream_do_not_depend_on_the_number_of_ranks() -> None:
+    one = rows(steps(Stream(), total_steps=8))
+    two = [steps(Stream(), rank, 2, total_steps=4) for rank in range(2)]
+    assert [row for pair in zip(*two, strict=True) for b in pair for row in rows([b])] == one
+
+
+@pytest.mark.parametrize("skip", [1, 5])
+def test_a_resumed_stream_goes_on_at_the_right_sample(skip: int) -> None:
+    assert rows(steps(Stream(), skip=skip)) == rows(steps(Stream())[skip:])
+
+
+def test_random_numbers_in_a_stream_do_not_repeat_from_batch_to_batch() -> None:
+    noise = [row[1] for row in rows(steps(Stream()))]
+    assert len(set(noise)) == len(noise)
+
+
+def test_a_stream_that_ends_begins_again() -> None:
+    ids = [row[0] for row in rows(steps(Stream(6), total_steps=4))]
+    assert ids == [0, 1, 2, 3, 4, 5, 0, 1]
+
+
+def test_a_stream_that_fails_names_the_place() -> None:
+    class Torn(Stream):
+        def __iter__(self) -> Iterator[Tensor]:
+            yield from islice(super().__iter__(), 5)
+            raise OSError("connection lost")
+
+    with pytest.raises(DataError, match="sample 5 cannot be read: OSError: connection lost"):
+        steps(Torn())
+
+
+def test_an_empty_stream_is_refused() -> None:
+    with pytest.raises(DataError, match="empty"):
+        steps(Stream(0))
+
+
+# --- Held-out samples -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_held_out_samples_are_read_once_over_all_ranks_in_the_same_batches(size: int) -> None:
+    def read(rank: int, of: int) -> list[list[int]]:
+        batches = read_held_out(
+            Augmented(5), 2, FakeWorld(rank, of), 0, torch.stack, LoaderConfig()
+        )
+        return [m.ids.tolist() for m in batches]
+
+    assert [ids for rank in range(size) for ids in read(rank, size)] == [[0, 1], [2, 3], [4]]
+
+
+# --- An order of the user's own ------------------------------------------------------------------
+
+
+def test_an_order_of_the_users_own_is_followed() -> None:
+    class Backwards(Shuffled):
+        def ids(self, epoch: int, start: int, stop: int) -> Ids:
+            return np.arange(self.num_samples)[::-1][start:stop].astype(np.int64)
+
+    loader = Loader(Augmented(), FakeWorld(), batch_size=2, order=Backwards(20, 0))
+    ids = [int(i) for batch in loader for m in batch.micro_batches for i in m.ids]
+    assert ids == list(range(19, -1, -1))

@@ -1,0 +1,108 @@
+"""A config that makes no sense is refused by the path of its key, with the nearest that does."""
+
+import pytest
+import yaml
+
+from lockstep import RunConfig
+from lockstep.config import Cadence
+from lockstep.errors import ConfigError
+
+
+def refusal(values: dict[str, object]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.parse(values)
+    return caught.value
+
+
+def test_an_unknown_key_is_named_with_the_nearest_good_one() -> None:
+    error = refusal({"epoch": 3})
+    assert "'epoch'" in error.problem
+    assert error.remedy == "epochs"
+
+
+def test_an_unknown_nested_key_is_named_by_its_path() -> None:
+    error = refusal({"batch": {"batch_sise": 3}})
+    assert "batch.batch_sise" in error.problem
+    assert error.remedy == "batch_size"
+
+
+def test_a_key_like_no_other_gets_the_list_of_those_there_are() -> None:
+    error = refusal({"rate": {"zzz": 1}})
+    assert error.remedy == "one of lr, lr_scaling, reference_batch"
+
+
+@pytest.mark.parametrize(
+    ("values", "path"),
+    [
+        ({"epochs": "many"}, "epochs='many'"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"batch": {"batch_size": -1}}, "batch.batch_size=-1"),
+        ({"rate": {"lr": "fast"}}, "rate.lr='fast'"),
+        ({"schedule": {"shape": "square"}}, "schedule.shape='square'"),
+        ({"batch": 3}, "batch=3"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_path(values: dict[str, object], path: str) -> None:
+    assert refusal(values).problem.startswith(path)
+
+
+def test_several_mistakes_are_counted() -> None:
+    assert "and 1 more" in refusal({"epochs": 0, "seed": "x"}).problem
+
+
+def test_a_rate_that_yaml_reads_as_text_is_a_number() -> None:
+    values = yaml.safe_load("rate: {lr: 1e-4}")
+    assert values["rate"]["lr"] == "1e-4", "PyYAML reads it so"
+    assert RunConfig.parse(values).rate.lr == 1e-4
+
+
+def test_accumulate_and_global_batch_size_are_not_given_both() -> None:
+    error = refusal({"batch": {"accumulate": 2, "global_batch_size": 64}})
+    assert "accumulate or global_batch_size, not both" in error.problem
+    RunConfig.parse({"batch": {"global_batch_size": 64}})
+
+
+def test_overrides_reach_into_sections_and_are_checked_like_the_rest() -> None:
+    config = RunConfig.parse({"epochs": 3})
+    changed = config.with_overrides(
+        ["rate.lr=1e-3", "batch.batch_size=8", "averages=[0.9, 0.99]", "max_grad_norm=null"]
+    )
+    assert changed.rate.lr == 1e-3
+    assert changed.batch.batch_size == 8
+    assert changed.averages == (0.9, 0.99)
+    assert changed.max_grad_norm is None
+    assert changed.epochs == 3
+    assert config.rate.lr == 1e-4, "the first one is as it was"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("batch.batch_sise=3", "batch_sise"),
+        ("bach.batch_size=3", "bach"),
+        ("epochs.number=3", "epochs"),
+        ("epochs", "does not set anything"),
+        ("epochs=soon", "epochs='soon'"),
+    ],
+)
+def test_a_bad_override_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        RunConfig.parse({"epochs": 3}).with_overrides([text])
+
+
+def test_a_config_survives_being_written_to_the_run_folder() -> None:
+    config = RunConfig.parse({"epochs": 3, "averages": [0.9], "batch": {"global_batch_size": 64}})
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_config_cannot_be_changed_under_way() -> None:
+    config = RunConfig.parse({"epochs": 3})
+    with pytest.raises(ValueError, match="frozen"):
+        config.epochs = 4  # type: ignore[misc]
+
+
+def test_steps_win_over_epochs_in_a_cadence() -> None:
+    both = Cadence(every_epochs=1, every_steps=4)
+    assert [step for step in range(1, 13) if both.is_due(step, steps_per_epoch=3)] == [4, 8, 12]
+    never = Cadence(every_epochs=None)
+    assert not any(never.is_due(step, steps_per_epoch=3) for step in range(1, 13))

@@ -1,0 +1,161 @@
+"""Evaluation counts each sample once, whatever the ranks; a mean of means is seen to be wrong."""
+
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep import World
+from lockstep.data.loader import LoaderConfig
+from lockstep.evaluation import evaluate
+from lockstep.randomness import seed_all
+from lockstep.task import Context
+from lockstep.testing import TinyTask, run_ranks
+
+EXACT = 1e-12
+
+
+class EvaluatedTask(TinyTask):
+    """Returns sums and weights, and remembers which samples it was shown."""
+
+    def __init__(self, num_held_out: int) -> None:
+        super().__init__(num_held_out=num_held_out)
+        self.seen: list[float] = []
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> Any:
+        self.seen += batch["x"][:, 0].tolist()
+        return super().evaluate(model, batch, context)
+
+
+class NoisyTask(EvaluatedTask):
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> Any:
+        generator = context.generator("noise")
+        noise = torch.randn(batch["x"].shape, generator=generator, dtype=torch.float64)
+        return super().evaluate(model, {**batch, "x": batch["x"] + noise}, context)
+
+
+class MeasuredTask(EvaluatedTask):
+    """Measures with torchmetrics: one that adds up, and one that keeps every prediction."""
+
+    def metrics(self) -> Mapping[str, Any]:
+        if not hasattr(self, "held"):
+            from torchmetrics import MeanSquaredError, SpearmanCorrCoef
+
+            with warnings.catch_warnings(action="ignore"):  # it says that it keeps predictions
+                spearman = SpearmanCorrCoef()
+            self.held = {"mse": MeanSquaredError(), "spearman": spearman}
+            for metric in self.held.values():
+                metric.set_dtype(torch.float64)
+        return self.held
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> Any:
+        predicted = model(batch["x"])[:, 0].contiguous()
+        for metric in self.metrics().values():
+            metric.update(predicted, batch["y"][:, 0].contiguous())
+        return super().evaluate(model, batch, context)
+
+
+class RareTask(EvaluatedTask):
+    """Reports a number only for the batch that has it, the last one."""
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> Any:
+        found = {"loss": (torch.tensor(1.0), 1.0)}
+        if context.place == 2:
+            found["rare"] = (torch.tensor(6.0), 2.0)
+        return found
+
+
+class MeanOfMeansTask(EvaluatedTask):
+    """Forgets its weights: every batch counts alike."""
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> Any:
+        part = super().evaluate(model, batch, context)
+        return {"loss": (part.loss_sum / part.weight, 1.0)}
+
+
+def evaluate_here(kind: type[EvaluatedTask], num_held_out: int, times: int) -> Any:
+    # torchmetrics says so of a rank that has no sample; its number is right all the same.
+    warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+    with World.enter("cpu", timeout_s=20) as world:
+        task = kind(num_held_out)
+        seed_all(0, "weights")
+        model = task.build_model()
+        options = {"batch_size": 2, "seed": 0, "step": 3, "loader": LoaderConfig()}
+        for _ in range(times):
+            task.seen.clear()
+            result = evaluate(task, model, task.eval_data(), world, **options)  # type: ignore[arg-type]
+        assert model.training
+        return result, task.seen
+
+
+@cache
+def evaluated(
+    num_ranks: int, kind: type[EvaluatedTask] = EvaluatedTask, num_held_out: int = 5, times: int = 1
+) -> tuple[dict[str, float], list[float]]:
+    """Return what all ranks found, which must be the same, and the samples they were shown."""
+    results = run_ranks(num_ranks, evaluate_here, kind, num_held_out, times, timeout_s=30)
+    assert all(result == results[0][0] for result, _ in results)
+    return results[0][0], [x for _, seen in results for x in seen]
+
+
+@cache
+@torch.no_grad()
+def by_hand(num_held_out: int = 5) -> float:
+    """Compute the mean over all units at once."""
+    task = TinyTask(num_held_out=num_held_out)
+    seed_all(0, "weights")
+    model = task.build_model()
+    data = {k: torch.stack([s[k] for s in task.eval_data()]) for k in ("x", "y", "units")}
+    error = (model(data["x"]) - data["y"]).square().sum(dim=1)
+    return float((error * data["units"]).sum() / data["units"].sum())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_every_held_out_sample_counts_once(num_ranks: int) -> None:
+    result, seen = evaluated(num_ranks)
+    assert sorted(seen) == sorted(float(s["x"][0]) for s in TinyTask(num_held_out=5).eval_data())
+    assert result["loss"] == pytest.approx(by_hand(), rel=EXACT)
+    assert result.keys() == {"loss", "heavy"}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_there_may_be_more_ranks_than_samples(num_ranks: int) -> None:
+    result, seen = evaluated(num_ranks, num_held_out=1)
+    assert len(seen) == 1
+    assert result["loss"] == pytest.approx(by_hand(1), rel=EXACT)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_noise_in_an_evaluation_does_not_depend_on_the_number_of_ranks(num_ranks: int) -> None:
+    one = evaluated(1, NoisyTask)[0]
+    assert one["loss"] != pytest.approx(by_hand(), rel=1e-3), "there is noise"
+    assert evaluated(num_ranks, NoisyTask)[0] == pytest.approx(one, rel=EXACT)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_torchmetrics_measure_the_same_on_every_number_of_ranks(num_ranks: int) -> None:
+    one, many = evaluated(1, MeasuredTask)[0], evaluated(num_ranks, MeasuredTask)[0]
+    assert one.keys() == {"loss", "heavy", "mse", "spearman"}
+    assert many == pytest.approx(one, rel=1e-10)
+
+
+def test_torchmetrics_begin_anew_with_every_evaluation() -> None:
+    assert evaluated(2, MeasuredTask, times=3)[0] == evaluated(2, MeasuredTask)[0]
+
+
+def test_a_rank_without_samples_does_not_disturb_torchmetrics() -> None:
+    one, many = evaluated(1, MeasuredTask, 3)[0], evaluated(3, MeasuredTask, 3)[0]
+    assert many == pytest.approx(one, rel=1e-10)
+
+
+def test_a_number_that_only_one_rank_has_is_not_lost() -> None:
+    assert evaluated(1, RareTask)[0] == {"loss": 1.0, "rare": 3.0}
+    assert evaluated(2, RareTask)[0] == {"loss": 1.0, "rare": 3.0}
+
+
+def test_the_comparison_sees_a_mean_of_means() -> None:
+    assert evaluated(2, MeanOfMeansTask)[0]["loss"] != pytest.approx(by_hand(), rel=1e-3)

@@ -1,0 +1,140 @@
+"""One step moves the weights along the gradient of the mean over the global batch, and says so."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep import Loader, PartialLoss, train_step
+from lockstep.data.loader import StepBatch
+from lockstep.plan import BatchConfig, plan_batches
+from lockstep.randomness import seed_all
+from lockstep.step import StepReport, as_partial
+from lockstep.task import Context
+from lockstep.testing import FakeWorld, TinyTask
+
+TASK = TinyTask()
+WORLD = FakeWorld()
+
+
+def first_batch(batch_size: int = 4) -> StepBatch:
+    plan = plan_batches(BatchConfig(batch_size=batch_size, global_batch_size=12), 48, 1)
+    return next(iter(Loader(TASK.train_data(), WORLD, plan=plan)))
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    seed_all(0, "weights")
+    model = TASK.build_model()
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def true_gradient(model: nn.Module, batch: StepBatch) -> Tensor:
+    """Compute the gradient of the mean over all units, as one would by hand."""
+    data = {
+        key: torch.cat([m.data[key] for m in batch.micro_batches]) for key in ("x", "y", "units")
+    }
+    error = (model(data["x"]) - data["y"]).square().sum(dim=1)
+    mean = (error * data["units"]).sum() / data["units"].sum()
+    return torch.cat([g.flatten() for g in torch.autograd.grad(mean, list(model.parameters()))])
+
+
+def step(
+    loss: Callable[..., Any] = TASK.loss, batch_size: int = 4, **options: Any
+) -> tuple[StepReport, Tensor, Tensor]:
+    """Make one step of rate 1; return the report, the true gradient and how the weights moved."""
+    model, optimizer = build()
+    batch = first_batch(batch_size)
+    gradient, before = true_gradient(model, batch), flat(model)
+    report = train_step(loss, model, optimizer, batch, WORLD, **options)
+    assert all(p.grad is None for p in model.parameters())
+    return report, gradient, before - flat(model)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 12])
+def test_a_step_follows_the_gradient_of_the_mean_over_all_units(batch_size: int) -> None:
+    _, gradient, moved = step(batch_size=batch_size)
+    torch.testing.assert_close(moved, gradient, rtol=1e-12, atol=1e-13)
+
+
+def test_the_reported_norm_is_that_of_the_true_gradient_before_clipping() -> None:
+    for limit in (None, 0.1):
+        report, gradient, _ = step(max_grad_norm=limit)
+        assert float(report.grad_norm) == pytest.approx(float(gradient.norm()), rel=1e-12)
+
+
+def test_clipping_shortens_the_step_and_keeps_its_direction() -> None:
+    _, gradient, moved = step(max_grad_norm=0.1)
+    assert float(moved.norm()) == pytest.approx(0.1, rel=1e-5)
+    torch.testing.assert_close(moved / moved.norm(), gradient / gradient.norm())
+
+
+def test_a_small_gradient_is_not_clipped() -> None:
+    _, gradient, moved = step(max_grad_norm=1e6)
+    torch.testing.assert_close(moved, gradient, rtol=1e-12, atol=1e-13)
+
+
+def test_a_plain_mean_weighs_as_much_as_it_has_samples() -> None:
+    def mean(model: nn.Module, data: dict[str, Tensor], context: Context) -> Tensor:
+        return (model(data["x"]) - data["y"]).square().sum(dim=1).mean()
+
+    whole, _, moved_whole = step(mean, batch_size=12)
+    cut, _, moved_cut = step(mean, batch_size=4)
+    assert float(cut.weight) == float(whole.weight) == 12
+    torch.testing.assert_close(moved_cut, moved_whole, rtol=1e-12, atol=1e-13)
+
+
+def test_parts_are_summed_with_weights_of_their_own() -> None:
+    report, _, _ = step()
+    units = torch.cat([m.data["units"] for m in first_batch().micro_batches])
+    value, weight = report.parts["heavy"]
+    assert float(weight) == float((units > 2).sum()) != float(report.weight)
+    assert 0 < float(value) < float(report.loss_sum)
+
+
+def test_a_borrowed_micro_batch_counts_for_nothing_and_keeps_its_graph() -> None:
+    model, _ = build()
+    micro = first_batch().micro_batches[0]
+    part = TASK.loss(model, micro.data, Context(WORLD, 0, 0, 0))
+    borrowed = type(micro)(type(micro.leaf)(0, 0, 0, 0, 4, borrowed=True), micro.ids, micro.data)
+    nothing = as_partial(part, borrowed)
+    assert nothing.loss_sum.item() == nothing.weight.item() == 0
+    assert [float(v) for v in nothing.parts["heavy"]] == [0, 0]
+    nothing.loss_sum.backward()
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_reported_as_such(bad: float) -> None:
+    def loss(model: nn.Module, data: dict[str, Tensor], context: Context) -> PartialLoss:
+        part = TASK.loss(model, data, context)
+        return PartialLoss(part.loss_sum * bad, part.weight)
+
+    assert bool(step()[0].finite)
+    assert not bool(step(loss)[0].finite)
+
+
+def test_a_gradient_that_is_no_number_is_reported_although_the_loss_is_one() -> None:
+    def loss(model: nn.Module, data: dict[str, Tensor], context: Context) -> PartialLoss:
+        zero = (model(data["x"]) * 0).sum()
+        return PartialLoss(TASK.loss(model, data, context).loss_sum + zero.sqrt(), 1.0)
+
+    report, _, _ = step(loss)
+    assert bool(torch.isfinite(report.loss_sum))
+    assert not bool(report.finite)
+
+
+def test_a_step_repeats_bit_for_bit() -> None:
+    def noisy(model: nn.Module, data: dict[str, Tensor], context: Context) -> PartialLoss:
+        x = torch.nn.functional.dropout(data["x"], 0.5)
+        return TASK.loss(model, {**data, "x": x}, context)
+
+    first = step(noisy)[2]
+    torch.rand(17)
+    assert torch.equal(step(noisy)[2], first)
+    assert not torch.equal(step(noisy, seed=1)[2], first)
