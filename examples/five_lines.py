@@ -10,22 +10,22 @@ from lockstep import CheckpointStore, Loader, World, train_step
 torch.manual_seed(0)
 inputs = torch.randn(512, 8)
 dataset = TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True))
-model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
 world = World.enter()  # 1: which rank am I, which device is mine
+model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
 model = world.replicate(model)  # 2: on the device, gradients alike on all ranks
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 loader = Loader(dataset, world, batch_size=32, epochs=5)  # 3: each sample once, on one rank
 store = CheckpointStore("run")
 store.load_into(model=model, optimizer=optimizer, loader=loader)  # 4: go on where it stopped
 
+
+def loss(model, batch, context):
+    x, y = batch
+    return functional.mse_loss(model(x), y)
+
+
 for batch in loader:
-    train_step(
-        lambda model, xy, _: functional.mse_loss(model(xy[0]), xy[1]),
-        model,
-        optimizer,
-        batch,
-        world,
-    )  # 5: backward, reduce, update
+    train_step(loss, model, optimizer, batch, world)  # 5: backward, reduce over ranks, update
     if loader.at_epoch_end:
         store.save_from(world, loader.step, model=model, optimizer=optimizer, loader=loader)
 

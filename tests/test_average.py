@@ -1,5 +1,7 @@
 """Moving averages follow their closed form; one put into a model comes out again exactly."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -19,19 +21,33 @@ def move(model: nn.Module, seed: int) -> None:
             p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
 
 
-@pytest.mark.parametrize("decay", [0.5, 0.9, 0.999])
+@pytest.mark.parametrize("decay", [0.05, 0.5, 0.9, 0.999])
 def test_an_average_follows_its_closed_form(decay: float) -> None:
     model = build_model()
     averages = Averages(model, (decay,))
     history = [model[0].weight.detach().clone()]
-    for step in range(7):
+    for step in range(1, 120):
         move(model, step)
-        averages.update()
+        averages.update(step)
         history.append(model[0].weight.detach().clone())
-    expected = decay**7 * history[0]
-    for k, weight in enumerate(history[1:], start=1):
-        expected += (1 - decay) * decay ** (7 - k) * weight
-    torch.testing.assert_close(averages.state(decay)["0.weight"], expected, rtol=1e-12, atol=1e-13)
+    decays = [min(decay, (1 + step) / (10 + step)) for step in range(1, 120)]
+    kept = [math.prod(decays[k:]) for k in range(120)]  # of what came in at step k, what is left
+    shares = [kept[0], *((1 - decays[k - 1]) * kept[k] for k in range(1, 120))]
+    assert sum(shares) == pytest.approx(1, rel=1e-12)
+    expected = sum(share * weight for share, weight in zip(shares, history, strict=True))
+    torch.testing.assert_close(averages.state(decay)["0.weight"], expected, rtol=1e-11, atol=1e-12)
+
+
+def test_an_average_soon_forgets_the_random_first_weights() -> None:
+    model = build_model()
+    averages = Averages(model, (0.9999,))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    before = averages.state(0.9999)["0.weight"].abs().max().item()
+    for step in range(1, 100):
+        averages.update(step)
+    assert averages.state(0.9999)["0.weight"].abs().max() < 1e-6 * before
 
 
 def test_the_first_average_is_the_initial_weights() -> None:
@@ -44,7 +60,7 @@ def test_weights_come_back_bit_for_bit_after_an_average_was_applied() -> None:
     model = build_model()
     averages = Averages(model, (0.9, 0.5))
     move(model, 1)
-    averages.update()
+    averages.update(1)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     average = {name: p.clone() for name, p in averages.state(0.5).items()}
     with averages.applied(0.5):
@@ -67,11 +83,11 @@ def test_a_saved_average_goes_on_as_if_never_stopped() -> None:
     model = build_model()
     straight = Averages(model, (0.9,))
     move(model, 1)
-    straight.update()
+    straight.update(1)
     resumed = Averages(model, (0.9,))
     resumed.load_state(0.9, {name: p.clone() for name, p in straight.state(0.9).items()})
     for averages in (straight, resumed):
-        averages.update()
+        averages.update(2)
     for name, p in straight.state(0.9).items():
         assert torch.equal(p, resumed.state(0.9)[name])
 

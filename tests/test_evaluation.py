@@ -1,5 +1,6 @@
 """Evaluation counts each sample once, whatever the ranks; a mean of means is seen to be wrong."""
 
+import importlib
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -97,6 +98,8 @@ def evaluated(
     num_ranks: int, kind: type[EvaluatedTask] = EvaluatedTask, num_held_out: int = 5, times: int = 1
 ) -> tuple[dict[str, float], list[float]]:
     """Return what all ranks found, which must be the same, and the samples they were shown."""
+    if kind is MeasuredTask:
+        importlib.import_module("torchmetrics")  # here, or every rank takes its seconds for it
     results = run_ranks(num_ranks, evaluate_here, kind, num_held_out, times, timeout_s=30)
     assert all(result == results[0][0] for result, _ in results)
     return results[0][0], [x for _, seen in results for x in seen]

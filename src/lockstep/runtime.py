@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -94,6 +95,10 @@ def _shares_gpu(launch: Launch, store: Any, device: torch.device) -> bool:
     return len({store.get(f"gpu/{rank}") for rank in range(launch.size)}) < launch.size
 
 
+_OURS_ALONE = 3
+"""References to a tensor in a deque, seen from a loop over it, when nobody else has one."""
+
+
 class World:
     """The group of processes that train one model, seen from one of them.
 
@@ -109,6 +114,7 @@ class World:
         self.launcher = launch.launcher
         self.device = device
         self.backend = backend
+        self._sent: deque[Tensor] = deque(maxlen=8)
 
     @classmethod
     def enter(
@@ -142,7 +148,20 @@ class World:
         return cls(launch, place, backend)
 
     def leave(self) -> None:
-        """Leave the group. Safe to call twice, and after an error."""
+        """Leave the group. Safe to call twice, and after an error.
+
+        A thread of gloo's drops its reference to a tensor some time after the
+        collective has returned, and needs the interpreter for that. Destroying the
+        group holds the interpreter while it waits for those threads, so leaving too
+        soon hangs (one run in ten, torch 2.13). We wait until the tensors we sent
+        are ours alone.
+        """
+        deadline = time.monotonic() + 1
+        while any(sys.getrefcount(t) > _OURS_ALONE for t in self._sent):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.001)
+        self._sent.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -176,10 +195,7 @@ class World:
 
     def all_sum(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks. Collective."""
-        if self.size > 1:
-            value = value.clone()
-            dist.all_reduce(value)
-        return value
+        return value if self.size == 1 else self._reduced(value.clone(), dist.ReduceOp.SUM)
 
     def all_max(self, *values: int) -> list[int]:
         """Return the largest of each number over all ranks, through the host. Collective.
@@ -190,8 +206,7 @@ class World:
         if self.size == 1:
             return list(values)
         votes = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        return [int(vote) for vote in votes]
+        return [int(vote) for vote in self._reduced(votes, dist.ReduceOp.MAX)]
 
     def all_texts(self, text: str) -> list[str]:
         """Return every rank's text, in rank order. Collective."""
@@ -212,15 +227,21 @@ class World:
         """Wait until every rank is here. Collective."""
         self.all_max(0)
 
+    def _reduced(self, value: Tensor, how: Any) -> Tensor:
+        dist.all_reduce(value, op=how)
+        self._sent.append(value)
+        return value.detach()  # an alias: what was sent stays known to us alone
+
     def _gather_parts(self, local: Tensor) -> list[Tensor]:
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(local)
-        dist.all_reduce(lengths)
+        lengths = self._reduced(lengths, dist.ReduceOp.SUM)
         longest = int(lengths.max())
         padded = local.new_zeros((longest, *local.shape[1:]))
         padded[: len(local)] = local
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded)
+        self._sent.append(padded)
         return [part[: int(n)] for part, n in zip(parts, lengths, strict=True)]
 
 

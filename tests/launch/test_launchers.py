@@ -18,7 +18,7 @@ from lockstep.testing import free_port
 
 MEET = HERE / "meet.py"
 SLURM = {
-    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_ID": "{job}",
     "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "{rank}",
     "SLURM_LOCALID": "{rank}",
@@ -34,7 +34,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_MCA_ess_base_jobid": "3141599233",
+    "OMPI_MCA_ess_base_jobid": "{job}",
 }
 
 
@@ -70,34 +70,35 @@ def test_plain_python_is_one_rank_without_a_group(start: Start) -> None:
     assert stories(alone.text) == [story(0, 1, "python")]
 
 
-def launchers(tmp_path: Path) -> dict[str, list[str | Path]]:
-    """Return the commands of the guides that start two processes of one script."""
-    config = tmp_path / "accelerate.yaml"
-    config.write_text(
-        "compute_environment: LOCAL_MACHINE\n"
-        "distributed_type: MULTI_GPU\n"
-        "num_machines: 1\n"
-        "num_processes: 2\n"
-        'mixed_precision: "no"\n'
-        "use_cpu: false\n"
-    )
-    old = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"]
-    port = f"--master_port={free_port()}"
-    return {
-        "torchrun": [BIN / "torchrun", "--nproc_per_node=2", port],
-        "torchrun --standalone": [BIN / "torchrun", "--standalone", "--nproc_per_node=2"],
-        "torch.distributed.launch": [*old, f"--master_port={free_port()}"],
-        "torch.distributed.launch --use_env": [*old, "--use_env", f"--master_port={free_port()}"],
-        "accelerate launch": [
-            *(BIN / "accelerate", "launch", "--config_file", config),
-            f"--main_process_port={free_port()}",
-        ],
-    }
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_machines: 1
+num_processes: 2
+mixed_precision: "no"
+use_cpu: false
+"""
+TORCHRUN = (BIN / "torchrun", "--nproc_per_node=2")
+OLD_LAUNCH = (sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2")
+LAUNCHERS = {
+    "torchrun": (*TORCHRUN, "--master_port={port}"),
+    "torchrun --standalone": (*TORCHRUN, "--standalone"),
+    "torch.distributed.launch": (*OLD_LAUNCH, "--master_port={port}"),
+    "torch.distributed.launch --use_env": (*OLD_LAUNCH, "--use_env", "--master_port={port}"),
+    "accelerate launch": (
+        *(BIN / "accelerate", "launch", "--config_file", "{folder}/accelerate.yaml"),
+        "--main_process_port={port}",
+    ),
+    "lockstep": (sys.executable, "-c", LAUNCH_LOCALLY),
+}
 
 
-@pytest.mark.parametrize("name", launchers(Path("/dev/null").parent / "shm"))
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_launcher_starts_two_ranks_that_meet(name: str, tmp_path: Path, start: Start) -> None:
-    ranks = start(*launchers(tmp_path)[name], MEET)
+    (tmp_path / "accelerate.yaml").write_text(ACCELERATE)
+    port = free_port()
+    words = [str(word).format(port=port, folder=tmp_path) for word in LAUNCHERS[name]]
+    ranks = start(*words, MEET)
     assert ranks.finish() == 0, ranks.text
     assert stories(ranks.text) == two("torchrun"), ranks.text
 
@@ -130,16 +131,10 @@ def test_a_schedulers_own_variables_are_enough_to_meet(
         os.write(1, (json.dumps(meet()) + "\n").encode())
 
     # A real job id is nobody else's; here another session may run this very test.
-    mine = {name: value.replace("4711", str(os.getpid())) for name, value in variables.items()}
+    mine = {name: value.replace("{job}", str(os.getpid())) for name, value in variables.items()}
     ranks = fork(tell, tell, env=mine)
     assert ranks.exit_codes() == [0, 0], ranks.text
     assert stories(ranks.text) == two(launcher)
-
-
-def test_our_own_launcher_starts_two_ranks_that_meet(start: Start) -> None:
-    ranks = start(sys.executable, "-c", LAUNCH_LOCALLY, MEET)
-    assert ranks.finish() == 0, ranks.text
-    assert stories(ranks.text) == two("torchrun"), ranks.text
 
 
 def test_the_planted_fault_a_launcher_that_starts_one_process_is_seen(start: Start) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor, tensor
 
-from lockstep.data.order import Ids, Order, Sequential, mix
+from lockstep.data.order import Ids, Order, Sequential, Shuffled, mix
 from lockstep.plan import BatchPlan
 from lockstep.randomness import derive_seed
 
@@ -45,14 +45,22 @@ class Ledger:
     def of_epoch(cls, order: Order, plan: BatchPlan, epoch: int) -> "Ledger":
         """Return what the ledger must read when `epoch` is complete.
 
-        An epoch that drops nothing is every sample once, whatever its order says.
+        An epoch that drops nothing is every sample once, whatever its order says. Of one
+        that drops some, each sample counts once, so an order that repeats one is found out.
         """
         if plan.samples_per_epoch == plan.num_samples:
             order = Sequential(plan.num_samples)
+        is_trusted = type(order) in (Sequential, Shuffled)
+        visited = np.zeros(0 if is_trusted else plan.num_samples, dtype=bool)
         ledger = cls()
         for start in range(0, plan.samples_per_epoch, 1 << 20):
             stop = min(start + (1 << 20), plan.samples_per_epoch)
-            ledger.add(epoch, order.ids(epoch, start, stop))
+            ids = order.ids(epoch, start, stop)
+            ledger.add(epoch, ids)
+            if not is_trusted:
+                visited[ids] = True
+        if not is_trusted:
+            ledger.count = int(visited.sum())
         return ledger
 
     def __eq__(self, other: object) -> bool:

@@ -1,0 +1,77 @@
+"""The example that the guide to own loops shows is the script it says, with five lines changed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lockstep.testing import run_ranks
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def in_folder(script: str, folder: Path, stop_after: int | None = None) -> None:
+    """Run an example as a script, perhaps killed after so many steps."""
+    os.chdir(folder)
+    import lockstep.step
+
+    steps = 0
+    real = lockstep.step.train_step
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal steps
+        if steps == stop_after:
+            os._exit(0)
+        steps += 1
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    lockstep.step.train_step = counted  # type: ignore[assignment]
+    code = (EXAMPLES / script).read_text()
+    exec(compile(code, script, "exec"), {"__name__": "__main__"})
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max((folder / "run").glob("step_*"))
+    return load_file(newest / "model.safetensors")
+
+
+def test_five_lines_are_marked_and_the_model_is_untouched() -> None:
+    before = (EXAMPLES / "plain.py").read_text().splitlines()
+    after = (EXAMPLES / "five_lines.py").read_text().splitlines()
+    marks = [int(line.split("  # ")[1][0]) for line in after if "  # " in line]
+    assert marks == [1, 2, 3, 4, 5]
+    beginnings = ("inputs", "dataset", "model = nn", "optimizer")
+    kept = [line for line in before if line.startswith(beginnings)]
+    assert len(kept) == 4
+    assert set(kept) <= set(after)
+
+
+def test_the_plain_script_runs(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, EXAMPLES / "plain.py"], cwd=tmp_path, check=True, timeout=60)
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_the_changed_script_runs_on_any_number_of_ranks(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+        run_ranks(ranks, in_folder, "five_lines.py", tmp_path / str(ranks))
+        assert weights(tmp_path / str(ranks)).keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize("ranks_after", [2, 1])
+def test_the_changed_script_goes_on_after_a_kill(tmp_path: Path, ranks_after: int) -> None:
+    for name in ("straight", "killed"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, in_folder, "five_lines.py", tmp_path / "straight")
+    with pytest.raises(RuntimeError, match="died"):
+        run_ranks(2, in_folder, "five_lines.py", tmp_path / "killed", 19)
+    run_ranks(ranks_after, in_folder, "five_lines.py", tmp_path / "killed")
+    for name, weight in weights(tmp_path / "straight").items():
+        if ranks_after == 2:
+            assert torch.equal(weights(tmp_path / "killed")[name], weight), name
+        else:
+            assert (weights(tmp_path / "killed")[name] - weight).abs().max() < 1e-5, name
