@@ -102,7 +102,11 @@ def test_a_config_cannot_be_changed_under_way() -> None:
 
 
 def test_steps_win_over_epochs_in_a_cadence() -> None:
-    both = Cadence(every_epochs=1, every_steps=4)
-    assert [step for step in range(1, 13) if both.is_due(step, steps_per_epoch=3)] == [4, 8, 12]
-    never = Cadence(every_epochs=None)
-    assert not any(never.is_due(step, steps_per_epoch=3) for step in range(1, 13))
+    epochs = {3: 1, 6: 2, 9: 3, 12: 4}
+
+    def due(when: Cadence) -> list[int]:
+        return [step for step in range(1, 13) if when.is_due(step, epochs.get(step))]
+
+    assert due(Cadence(every_epochs=1, every_steps=4)) == [4, 8, 12]
+    assert due(Cadence(every_epochs=2)) == [6, 12]
+    assert due(Cadence(every_epochs=None)) == []

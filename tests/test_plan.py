@@ -193,9 +193,9 @@ def test_another_number_of_ranks_keeps_the_global_batch_and_the_rate(world_size:
     ("fresh", "said"),
     [
         (contract(batch_size=8), "batch_size 4 -> 8"),
-        (contract(accumulate=2), "effective batch 8 -> 16"),
+        (contract(accumulate=2), "global_batch 8 -> 16"),
         (contract(lr=2e-3), "lr 0.001 -> 0.002"),
-        (contract(num_samples=99), "samples 100 -> 99"),
+        (contract(num_samples=99), "num_samples 100 -> 99"),
         (replace(contract(), lr_scaling="linear"), "lr_scaling none -> linear"),
         (contract(world_size=1, lr=2e-3), "lr 0.001 -> 0.002"),
     ],

@@ -86,9 +86,9 @@ def test_seed_all_makes_python_numpy_and_torch_repeat() -> None:
 
 def test_seed_torch_makes_dropout_repeat() -> None:
     with untouched():
-        seed_torch(0, "torch", 1, 2)
+        seed_torch(torch.device("cpu"), 0, "torch", 1, 2)
         first = torch.nn.functional.dropout(torch.ones(50))
-        seed_torch(0, "torch", 1, 2)
+        seed_torch(torch.device("cpu"), 0, "torch", 1, 2)
         assert torch.equal(torch.nn.functional.dropout(torch.ones(50)), first)
 
 

@@ -21,7 +21,7 @@ WORLD = FakeWorld()
 
 def first_batch(batch_size: int = 4) -> StepBatch:
     plan = plan_batches(BatchConfig(batch_size=batch_size, global_batch_size=12), 48, 1)
-    return next(iter(Loader(TASK.train_data(), WORLD, plan=plan)))
+    return next(iter(Loader(TASK.train_data(), WORLD, plan=plan, epochs=1)))
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -101,7 +101,7 @@ def test_a_borrowed_micro_batch_counts_for_nothing_and_keeps_its_graph() -> None
     model, _ = build()
     micro = first_batch().micro_batches[0]
     part = TASK.loss(model, micro.data, Context(WORLD, 0, 0, 0))
-    borrowed = type(micro)(type(micro.leaf)(0, 0, 0, 0, 4, borrowed=True), micro.ids, micro.data)
+    borrowed = type(micro)(type(micro.leaf)(0, 0, 0, 4, borrowed=True), micro.ids, micro.data)
     nothing = as_partial(part, borrowed)
     assert nothing.loss_sum.item() == nothing.weight.item() == 0
     assert [float(v) for v in nothing.parts["heavy"]] == [0, 0]

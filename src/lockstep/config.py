@@ -6,18 +6,17 @@ with them. Does not own: the sections; each stands beside the code that reads it
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from lockstep.data.loader import LoaderConfig
-from lockstep.errors import ConfigError, closest
+from lockstep.errors import ConfigError
 from lockstep.observe.sinks import SinkConfig
+from lockstep.parse import parse_model, unknown_key
 from lockstep.plan import BatchConfig, RateConfig
 from lockstep.schedule import ScheduleConfig
-
-Model = TypeVar("Model", bound=BaseModel)
 
 
 class Cadence(BaseModel):
@@ -28,15 +27,19 @@ class Cadence(BaseModel):
     every_epochs: PositiveInt | None = 1
     every_steps: PositiveInt | None = None
 
-    def is_due(self, step: int, steps_per_epoch: int) -> bool:
+    def is_due(self, step: int, epochs: int | None) -> bool:
         """Say whether it is time after `step` steps; steps, where given, win over epochs.
 
-        >>> [step for step in range(1, 13) if Cadence(every_epochs=2).is_due(step, 3)]
-        [6, 12]
+        `epochs` counts the epochs that are complete, and is None in the midst of one.
+
+        >>> Cadence(every_epochs=2).is_due(step=6, epochs=2), Cadence().is_due(step=7, epochs=None)
+        (True, False)
         """
         if self.every_steps is not None:
             return step % self.every_steps == 0
-        return self.every_epochs is not None and step % (self.every_epochs * steps_per_epoch) == 0
+        if self.every_epochs is None or epochs is None:
+            return False
+        return epochs % self.every_epochs == 0
 
 
 class EvaluationConfig(Cadence):
@@ -108,40 +111,7 @@ class RunConfig(BaseModel):
             target = values
             for section in sections:
                 if not isinstance(target.get(section), dict):
-                    raise _unknown(section, target, f"in {path!r}")
+                    raise unknown_key(section, target, f"in {path!r}")
                 target = target[section]
             target[key] = yaml.safe_load(value)
         return self.parse(values)
-
-
-def parse_model(kind: type[Model], values: Mapping[str, Any]) -> Model:
-    """Validate `values` into `kind`, turning the first complaint into one clear sentence."""
-    try:
-        return kind.model_validate(values)
-    except ValidationError as invalid:
-        error = invalid.errors()[0]
-        path = ".".join(str(part) for part in error["loc"])
-        if error["type"] == "extra_forbidden":
-            owner = _owner(kind, error["loc"])
-            raise _unknown(str(error["loc"][-1]), owner.model_fields, f"at {path!r}") from None
-        more = f" (and {len(invalid.errors()) - 1} more)" if len(invalid.errors()) > 1 else ""
-        raise ConfigError(
-            f"{path or kind.__name__}={error['input']!r}: {error['msg']}{more}",
-            f"another value for {path}" if path else "the keys one at a time",
-        ) from None
-
-
-def _owner(kind: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
-    for part in path[:-1]:
-        annotation = kind.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            break
-        kind = annotation
-    return kind
-
-
-def _unknown(key: str, known: Mapping[str, Any], where: str) -> ConfigError:
-    near = closest(key, known)
-    return ConfigError(
-        f"unknown key {key!r} {where}", near if near else f"one of {', '.join(sorted(known))}"
-    )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.loader import LoaderConfig, read_held_out
+from lockstep.randomness import seed_torch
 from lockstep.runtime import World
 from lockstep.step import as_partial
 from lockstep.task import Context, PartialLoss, Task
@@ -42,7 +43,9 @@ def evaluate(
     was_training = model.training
     model.eval()
     for micro_batch in read_held_out(data, batch_size, world, seed, task.collate, loader):
-        context = Context(world, seed, step, micro_batch.leaf.place, training=False)
+        place = micro_batch.leaf.place
+        seed_torch(world.device, seed, "torch", "evaluation", place)
+        context = Context(world, seed, step, place, training=False)
         with autocast or nullcontext():
             result = task.evaluate(model, micro_batch.data, context)
         if not isinstance(result, Mapping):
@@ -52,8 +55,9 @@ def evaluate(
             local[name] = local.get(name, torch.zeros(2, dtype=torch.float64)) + pair
     model.train(was_training)
 
-    # A rank without samples has no names of its own; it takes the first rank's that has.
-    names = next((text for text in world.all_texts("\n".join(local)) if text), "").split("\n")
+    # A rank may lack a name, or have no sample at all: all ranks line up all names.
+    said = [text.split("\n") for text in world.all_texts("\n".join(local))]
+    names = list(dict.fromkeys(name for names in said for name in names if name)) or [""]
     table = torch.stack([local.get(name, torch.zeros(2, dtype=torch.float64)) for name in names])
     sums = world.all_sum(table)
     reduced = {  # a part without a single unit has no mean

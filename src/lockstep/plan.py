@@ -112,12 +112,15 @@ def plan_batches(config: BatchConfig, num_samples: int, world_size: int) -> Batc
                 f"{batch} for {world_size} ranks",
                 f"global_batch_size={fitting}",
             )
+    if num_samples == 0:
+        raise ConfigError("there are 0 samples to train on", "look at the data folder and filters")
     kept = num_samples // drop_unit * drop_unit if config.drop_last else num_samples
     if kept == 0:
+        smaller = 0 if config.global_batch_size else num_samples // world_size
         raise ConfigError(
             f"a batch of {batch} x {drop_unit // batch} = {drop_unit} is larger than the "
             f"{num_samples} samples there are",
-            f"batch_size={max(1, num_samples * batch // drop_unit)}, or drop_last=false",
+            (f"batch_size={smaller}, or " if smaller else "") + "drop_last=false",
         )
     return BatchPlan(num_samples, batch, leaves, kept, world_size)
 
@@ -145,6 +148,7 @@ class Contract:
     base_lr: float
     lr_scaling: str
     effective_lr: float
+    seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain numbers and words."""
@@ -181,13 +185,7 @@ def resume_plan(stored: BatchPlan, fresh: BatchPlan) -> BatchPlan:
     Raises:
         ConfigError: with each changed number, old and new.
     """
-    compared = [
-        ("samples", stored.num_samples, fresh.num_samples),
-        ("batch_size", stored.batch_size, fresh.batch_size),
-    ]
-    if fresh.world_size == stored.world_size:
-        compared += [("effective batch", stored.global_batch, fresh.global_batch)]
-    _refuse_changes(compared)
+    _refuse(_plan_changes(stored, fresh))
     if fresh.world_size > stored.leaves_per_step:
         raise ConfigError(
             f"{fresh.world_size} ranks, but a step has {stored.leaves_per_step} micro-batches",
@@ -205,20 +203,24 @@ def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> 
     Raises:
         ConfigError: with each changed number, old and new.
     """
-    if accept_changes:
+    names = ("base_lr", "lr_scaling", "seed")
+    changes = _plan_changes(stored.plan, fresh.plan)
+    changes += [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
+    if accept_changes and any(old != new for _, old, new in changes):
         return fresh
-    plan = resume_plan(stored.plan, fresh.plan)
-    _refuse_changes(
-        [
-            ("lr", stored.base_lr, fresh.base_lr),
-            ("lr_scaling", stored.lr_scaling, fresh.lr_scaling),
-        ]
-    )
-    return replace(stored, plan=plan)
+    _refuse(changes)
+    return replace(stored, plan=resume_plan(stored.plan, fresh.plan))
 
 
-def _refuse_changes(compared: list[tuple[str, Any, Any]]) -> None:
-    changed = [f"{name} {old} -> {new}" for name, old, new in compared if old != new]
+def _plan_changes(stored: BatchPlan, fresh: BatchPlan) -> list[tuple[str, Any, Any]]:
+    names = ["num_samples", "batch_size"]
+    if fresh.world_size == stored.world_size:  # else they follow from the ranks there were
+        names += ["global_batch", "samples_per_epoch"]
+    return [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
+
+
+def _refuse(changes: list[tuple[str, Any, Any]]) -> None:
+    changed = [f"{name} {old} -> {new}" for name, old, new in changes if old != new]
     if changed:
         raise ConfigError(
             f"the checkpoint was trained with other numbers: {', '.join(changed)}",

@@ -31,9 +31,15 @@ def keyed_generator(device: torch.device, *key: int | str) -> torch.Generator:
     return torch.Generator(device).manual_seed(derive_seed(*key))
 
 
-def seed_torch(*key: int | str) -> None:
-    """Seed torch's own generators (dropout, `torch.randn`), on the CPU and every GPU."""
-    torch.manual_seed(derive_seed(*key))
+def seed_torch(device: torch.device, *key: int | str) -> None:
+    """Seed torch's own generators (dropout, `torch.randn`) of the CPU and of `device`.
+
+    `torch.manual_seed` asks every kind of device there might be, for 100 us a call.
+    """
+    seed = derive_seed(*key)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 def seed_all(*key: int | str) -> None:

@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import time
-from collections import deque
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -95,8 +94,10 @@ def _shares_gpu(launch: Launch, store: Any, device: torch.device) -> bool:
     return len({store.get(f"gpu/{rank}") for rank in range(launch.size)}) < launch.size
 
 
-_OURS_ALONE = 3
-"""References to a tensor in a deque, seen from a loop over it, when nobody else has one."""
+_left: list[Any] = []
+"""Groups that were left. A replicated model holds its group too; were it the last to let go,
+torch would join the group's thread while holding the lock that thread waits for, and a
+finished run would never end. Held here, the group ends in a way that releases the lock."""
 
 
 class World:
@@ -114,7 +115,6 @@ class World:
         self.launcher = launch.launcher
         self.device = device
         self.backend = backend
-        self._sent: deque[Tensor] = deque(maxlen=8)
 
     @classmethod
     def enter(
@@ -148,21 +148,9 @@ class World:
         return cls(launch, place, backend)
 
     def leave(self) -> None:
-        """Leave the group. Safe to call twice, and after an error.
-
-        A thread of gloo's drops its reference to a tensor some time after the
-        collective has returned, and needs the interpreter for that. Destroying the
-        group holds the interpreter while it waits for those threads, so leaving too
-        soon hangs (one run in ten, torch 2.13). We wait until the tensors we sent
-        are ours alone.
-        """
-        deadline = time.monotonic() + 1
-        while any(sys.getrefcount(t) > _OURS_ALONE for t in self._sent):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.001)
-        self._sent.clear()
+        """Leave the group. Safe to call twice, and after an error."""
         if dist.is_initialized():
+            _left.append(dist.group.WORLD)
             dist.destroy_process_group()
 
     def __enter__(self) -> Self:
@@ -195,7 +183,10 @@ class World:
 
     def all_sum(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks. Collective."""
-        return value if self.size == 1 else self._reduced(value.clone(), dist.ReduceOp.SUM)
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
 
     def all_max(self, *values: int) -> list[int]:
         """Return the largest of each number over all ranks, through the host. Collective.
@@ -206,7 +197,8 @@ class World:
         if self.size == 1:
             return list(values)
         votes = torch.tensor(values, dtype=torch.int64)
-        return [int(vote) for vote in self._reduced(votes, dist.ReduceOp.MAX)]
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return votes.tolist()
 
     def all_texts(self, text: str) -> list[str]:
         """Return every rank's text, in rank order. Collective."""
@@ -227,22 +219,19 @@ class World:
         """Wait until every rank is here. Collective."""
         self.all_max(0)
 
-    def _reduced(self, value: Tensor, how: Any) -> Tensor:
-        dist.all_reduce(value, op=how)
-        self._sent.append(value)
-        return value.detach()  # an alias: what was sent stays known to us alone
+    def all_lengths(self, length: int) -> list[int]:
+        """Return every rank's number, in rank order. Collective."""
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = length
+        return self.all_sum(lengths).tolist()
 
     def _gather_parts(self, local: Tensor) -> list[Tensor]:
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = len(local)
-        lengths = self._reduced(lengths, dist.ReduceOp.SUM)
-        longest = int(lengths.max())
-        padded = local.new_zeros((longest, *local.shape[1:]))
+        lengths = self.all_lengths(len(local))
+        padded = local.new_zeros((max(lengths), *local.shape[1:]))
         padded[: len(local)] = local
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded)
-        self._sent.append(padded)
-        return [part[: int(n)] for part, n in zip(parts, lengths, strict=True)]
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
 class _Gather(torch.autograd.Function):

@@ -5,7 +5,6 @@ optimizer, checkpoint. Does not own: what happens then; that is the trainer's.
 """
 
 import json
-import math
 import platform
 import shutil
 from contextlib import ExitStack
@@ -124,8 +123,7 @@ class Run:
             self.averages.load_state(decay, checkpoint.load(name))
         if self.scaler and "scaler" in checkpoint.parts:
             self.scaler.load_state_dict(checkpoint.load("scaler"))
-        self.loader.consumed = self.progress.consumed
-        self.progress.step = self.loader.step  # the same, unless changed batches were accepted
+        self.loader.seek(self.progress.step, self.progress.consumed)
         self.resumed_from = checkpoint
 
 
@@ -141,22 +139,25 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     )
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
     contract = together(world, lambda: agree_on_contract(config, data, world.size, checkpoint))
-    total_steps = together(world, lambda: count_steps(config, contract, is_stream(data)))
 
+    def build_loader() -> Loader:
+        return Loader(
+            data,
+            world,
+            plan=contract.plan,
+            epochs=config.epochs,
+            max_steps=config.max_steps,
+            seed=config.seed,
+            order=task.order(data, config.seed),
+            collate=task.collate,
+            config=config.loader,
+        )
+
+    loader = together(world, build_loader)
     seed_all(config.seed, "weights")
     model = task.build_model().to(world.device)
     optimizer = task.build_optimizer(model, contract.effective_lr)
     precision = choose_precision(config.precision, world.device)
-    loader = Loader(
-        data,
-        world,
-        plan=contract.plan,
-        total_steps=total_steps,
-        seed=config.seed,
-        order=task.order(data, config.seed),
-        collate=task.collate,
-        config=config.loader,
-    )
     run = Run(
         task=task,
         config=config,
@@ -252,16 +253,6 @@ def choose_checkpoint(
     return checkpoint, rejected
 
 
-def count_steps(config: RunConfig, contract: Contract, is_endless: bool) -> int:
-    """Return the run's length in steps, from epochs or steps, whichever ends first."""
-    if is_endless and config.max_steps is None:
-        raise ConfigError("a data set without length has no epochs to count", "max_steps=1000")
-    if config.epochs is None and config.max_steps is None:
-        raise ConfigError("how long to train was not said", "epochs=10, or max_steps=1000")
-    by_epochs = config.epochs * contract.plan.steps_per_epoch if config.epochs else math.inf
-    return int(min(by_epochs, config.max_steps or math.inf))
-
-
 def _check_same_length(data: Any, world: World) -> None:
     lengths = world.all_texts("stream" if is_stream(data) else str(len(data)))
     if len(set(lengths)) > 1:
@@ -277,7 +268,7 @@ def agree_on_contract(
     """Return the batch and rate contract: fresh, or the checkpoint's on this many ranks."""
     plan = plan_for(data, config.batch, world_size)
     effective = scaled_rate(config.rate, world_size, plan.global_batch)
-    fresh = Contract(plan, config.rate.lr, config.rate.lr_scaling, effective)
+    fresh = Contract(plan, config.rate.lr, config.rate.lr_scaling, effective, config.seed)
     if checkpoint is None:
         return fresh
     stored = Contract.from_json(checkpoint.meta["contract"])

@@ -1,6 +1,6 @@
 """Stop cleanly when asked: one signal asks, a second one insists.
 
-Owns: SIGTERM, SIGINT and SIGUSR1 while a run is under way. Does not own: what
+Owns: SIGTERM, SIGINT, SIGUSR1 and SIGHUP while a run is under way. Does not own: what
 stopping means; the trainer asks `requested` between steps and lets all ranks
 agree. Nothing is saved and nothing is sent inside a handler.
 """
@@ -16,7 +16,12 @@ ECHO_S = 1.0
 """Signals this soon after the first are its echo: a terminal's Ctrl-C reaches every
 process, and a launcher that got it too passes it on once more."""
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
+EXIT_CODES = {
+    signal.SIGHUP: 129,
+    signal.SIGINT: 130,
+    signal.SIGTERM: 143,
+    signal.SIGUSR1: 138,
+}
 
 _active: "StopSignals | None" = None
 _fork_hook_set = False
@@ -42,7 +47,8 @@ class StopSignals:
         os.set_blocking(self._writer, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in EXIT_CODES:
-            self._previous[number] = signal.signal(number, _do_nothing)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` said what it wants
+                self._previous[number] = signal.signal(number, _do_nothing)
         self._thread = threading.Thread(target=self._listen, name="stop-signals", daemon=True)
         self._thread.start()
         _active = self

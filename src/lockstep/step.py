@@ -63,8 +63,8 @@ def train_step(
     rows = []
     for number, micro_batch in enumerate(batch.micro_batches):
         place = micro_batch.leaf.place
-        seed_torch(seed, "torch", batch.step, place)  # dropout and the like
-        context = Context(world, seed, batch.step, place)
+        seed_torch(world.device, seed, "torch", batch.step, place)  # dropout and the like
+        context = Context(world, seed, batch.step, place, counts=micro_batch.counts)
         is_last = number == len(batch.micro_batches) - 1
         with nullcontext() if is_last else local_gradients(model):
             with autocast or nullcontext():

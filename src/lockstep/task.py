@@ -47,6 +47,8 @@ class Context:
     place: int
     """Which micro-batch of the step's global batch this is, whatever rank holds it."""
     training: bool = True
+    counts: bool = True
+    """Whether this micro-batch adds to the step, or only keeps its rank in company."""
 
     def generator(self, stream: str) -> torch.Generator:
         """Return the random stream called `stream` of this micro-batch.
@@ -60,7 +62,12 @@ class Context:
 
     def gather(self, local: Tensor) -> Tensor:
         """Concatenate `local` over all ranks, in rank order, carrying gradients. Collective."""
-        return self.world.all_gather(local)
+        return self.world.all_gather(local if self.counts else local[:0])
+
+    def gather_start(self, local: Tensor) -> int:
+        """Return the row at which `gather(local)` holds this rank's rows. Collective."""
+        lengths = self.world.all_lengths(len(local) if self.counts else 0)
+        return sum(lengths[: self.world.rank])
 
 
 class Task:

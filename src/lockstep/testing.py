@@ -41,6 +41,10 @@ class FakeWorld(World):
         """Return this rank's text, as if every rank had said it."""
         return [text] * self.size
 
+    def all_lengths(self, length: int) -> list[int]:
+        """Return this rank's number, as if every rank had said it."""
+        return [length] * self.size
+
     def all_gather(self, local: Tensor) -> Tensor:
         """Return this rank's rows."""
         return local

@@ -121,7 +121,7 @@ class Trainer:
             if at_end or step % config.log_every == 0:
                 self._log()
             with self.throughput.pausing():
-                if step % plan.steps_per_epoch == 0:
+                if progress.consumed % plan.samples_per_epoch == 0:
                     self._close_epoch()
                 if run.held_out is not None and (at_end or self._is_due(config.evaluation)):
                     self._evaluate()
@@ -183,7 +183,9 @@ class Trainer:
         return stop
 
     def _is_due(self, when: Cadence) -> bool:
-        return when.is_due(self.run.progress.step, self.run.contract.plan.steps_per_epoch)
+        progress, plan = self.run.progress, self.run.contract.plan
+        epochs, into_epoch = divmod(progress.consumed, plan.samples_per_epoch)
+        return when.is_due(progress.step, None if into_epoch else epochs)
 
     def _check_finite(self) -> None:
         """Raise, on all ranks alike, when the last step was no longer arithmetic."""
@@ -248,7 +250,7 @@ class Trainer:
     def _close_epoch(self) -> None:
         """Say what the epoch consumed, and prove it. Collective."""
         run, progress, plan = self.run, self.run.progress, self.run.contract.plan
-        epoch = progress.step // plan.steps_per_epoch
+        epoch = progress.consumed // plan.samples_per_epoch
         seen = self._sum_ledger()
         expected = Ledger.of_epoch(run.loader.order, plan, epoch - 1)
         loss_sum, weight = progress.epoch["loss"]
@@ -311,34 +313,37 @@ class Trainer:
         step = self.saved_step = run.progress.step
         self._sum_ledger()
         names = ["best_model.pt"] if self._is_best() else []
-        epochs, into_epoch = divmod(step, plan.steps_per_epoch)
+        epochs, into_epoch = divmod(run.progress.consumed, plan.samples_per_epoch)
         if not into_epoch and run.config.checkpoint.every_steps is None:
             names.append(f"checkpoint_epoch_{epochs}.pt")
+        meta = {
+            "world_size": run.world.size,
+            "contract": run.contract.to_json(),
+            "consumed": run.progress.consumed,
+            "ledger": str(run.progress.ledger),
+            "epochs_completed": epochs,
+            "names": names,
+            "metrics": self.metrics if self.evaluated_step == step else {},
+            "config": json.loads(run.config.model_dump_json()),
+            "versions": versions(),
+        }
         parts = snapshot(run.parts()) if run.world.is_first else {}
         # Written before the checkpoint can exist: a resume from it must find this in the record.
         path = str(run.store.path(step))
         self.events.write("checkpoint", step, path=path, stall_s=time.monotonic() - began)
-        if run.world.is_first:
-            meta = {
-                "world_size": run.world.size,
-                "contract": run.contract.to_json(),
-                "consumed": run.progress.consumed,
-                "ledger": str(run.progress.ledger),
-                "epochs_completed": epochs,
-                "names": names,
-                "metrics": self.metrics if self.evaluated_step == step else {},
-                "config": json.loads(run.config.model_dump_json()),
-                "versions": versions(),
-            }
 
-            def write() -> None:
-                run.store.save(step, parts, meta)
-                for name in names:
-                    run.store.name(step, name)
+        def write() -> None:
+            run.store.save(step, parts, meta)
+            for name in names:
+                run.store.name(step, name)
 
-            self.writer.submit(write)
-            if not run.config.checkpoint.background:
-                self.writer.wait()
+        def hand_over() -> None:
+            if run.world.is_first:
+                self.writer.submit(write)  # raises what the save before it met
+                if not run.config.checkpoint.background:
+                    self.writer.wait()
+
+        together(run.world, hand_over)
 
     def _is_best(self) -> bool:
         """Say whether the evaluation of this very step is the best so far."""

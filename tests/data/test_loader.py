@@ -62,7 +62,7 @@ def steps(
     size: int = 1,
     *,
     skip: int = 0,
-    total_steps: int = 8,
+    max_steps: int = 8,
     **options: Any,
 ) -> list[StepBatch]:
     """Read what one rank gets, two leaves of two samples a step, from step `skip` on."""
@@ -75,7 +75,7 @@ def steps(
         FakeWorld(rank, size),
         batch_size=2,
         plan=plan,
-        total_steps=total_steps,
+        max_steps=max_steps,
         config=LoaderConfig(**options),
     )
     loader.consumed = consumed_after(loader.plan, skip - 1) if skip else 0
@@ -102,7 +102,7 @@ def test_the_number_of_ranks_does_not_change_the_data(size: int) -> None:
     def read(num_ranks: int) -> list[list[float]]:
         plan = plan_batches(BatchConfig(batch_size=2, global_batch_size=6), 20, num_ranks)
         each = [
-            Loader(Augmented(), FakeWorld(rank, num_ranks), plan=plan, total_steps=6)
+            Loader(Augmented(), FakeWorld(rank, num_ranks), plan=plan, max_steps=6)
             for rank in range(num_ranks)
         ]
         return [row for step in zip(*each, strict=True) for batch in step for row in rows([batch])]
@@ -111,7 +111,7 @@ def test_the_number_of_ranks_does_not_change_the_data(size: int) -> None:
 
 
 def test_augmentation_differs_between_epochs_and_samples() -> None:
-    noise = [row[1] for row in rows(steps(Augmented(), total_steps=10))]
+    noise = [row[1] for row in rows(steps(Augmented(), max_steps=10))]
     assert len(noise) == 40
     assert len(set(noise)) == 40
 
@@ -132,7 +132,7 @@ def test_resuming_reads_nothing_again() -> None:
             self.touched.append(index)
             return super().__getitem__(index)
 
-    loader = Loader(Counted(10_000), FakeWorld(), batch_size=4, total_steps=2000)
+    loader = Loader(Counted(10_000), FakeWorld(), batch_size=4, max_steps=2000)
     loader.consumed = 4 * 1990
     assert len(loader) == 10
     read = [int(i) for batch in loader for m in batch.micro_batches for i in m.ids]
@@ -142,7 +142,11 @@ def test_resuming_reads_nothing_again() -> None:
 
 def test_what_is_consumed_is_what_was_handed_out_and_not_what_was_fetched() -> None:
     loader = Loader(
-        Augmented(), FakeWorld(), batch_size=2, config=LoaderConfig(num_workers=1, prefetch=4)
+        Augmented(),
+        FakeWorld(),
+        epochs=1,
+        batch_size=2,
+        config=LoaderConfig(num_workers=1, prefetch=4),
     )
     batches = iter(loader)
     for _ in range(3):
@@ -159,7 +163,7 @@ def test_reading_here_leaves_the_callers_generators_alone(dataset: Any) -> None:
         seed_all(5)
         expected = [draw() for _ in range(5)]
         seed_all(5)
-        loader = Loader(dataset, FakeWorld(), batch_size=2, total_steps=4)
+        loader = Loader(dataset, FakeWorld(), batch_size=2, max_steps=4)
         found = [draw()]
         for _ in loader:
             found.append(draw())
@@ -188,7 +192,7 @@ def test_a_bad_sample_goes_by_the_name_its_data_set_has_for_it() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_skipped_sample_is_left_out_and_reported_but_counted_as_visited(num_workers: int) -> None:
-    batches = steps(Holed(), total_steps=5, on_bad_sample="skip", num_workers=num_workers)
+    batches = steps(Holed(), max_steps=5, on_bad_sample="skip", num_workers=num_workers)
     micro = [m for batch in batches for m in batch.micro_batches]
     assert sorted(row[0] for row in rows(batches)) == [i for i in range(20) if i != 3]
     assert [s for m in micro for s, _ in m.skipped] == [3]
@@ -223,19 +227,19 @@ def test_a_batch_that_cannot_be_put_together_names_its_samples() -> None:
 def test_a_stream_needs_a_number_of_steps() -> None:
     with pytest.raises(ConfigError, match="without length") as caught:
         Loader(Stream(), FakeWorld(), batch_size=2)
-    assert "total_steps=" in caught.value.remedy
+    assert "max_steps=" in caught.value.remedy
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_stream_is_used_once_and_in_order_across_ranks(size: int) -> None:
-    each = [steps(Stream(), rank, size, total_steps=5) for rank in range(size)]
+    each = [steps(Stream(), rank, size, max_steps=5) for rank in range(size)]
     ids = [row[0] for batches in zip(*each, strict=True) for b in batches for row in rows([b])]
     assert ids == list(range(5 * 2 * size))
 
 
 def test_the_samples_of_a_stream_do_not_depend_on_the_number_of_ranks() -> None:
-    one = rows(steps(Stream(), total_steps=8))
-    two = [steps(Stream(), rank, 2, total_steps=4) for rank in range(2)]
+    one = rows(steps(Stream(), max_steps=8))
+    two = [steps(Stream(), rank, 2, max_steps=4) for rank in range(2)]
     assert [row for pair in zip(*two, strict=True) for b in pair for row in rows([b])] == one
 
 
@@ -250,7 +254,7 @@ def test_random_numbers_in_a_stream_do_not_repeat_from_batch_to_batch() -> None:
 
 
 def test_a_stream_that_ends_begins_again() -> None:
-    ids = [row[0] for row in rows(steps(Stream(6), total_steps=4))]
+    ids = [row[0] for row in rows(steps(Stream(6), max_steps=4))]
     assert ids == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
@@ -291,6 +295,6 @@ def test_an_order_of_the_users_own_is_followed() -> None:
         def ids(self, epoch: int, start: int, stop: int) -> Ids:
             return np.arange(self.num_samples)[::-1][start:stop].astype(np.int64)
 
-    loader = Loader(Augmented(), FakeWorld(), batch_size=2, order=Backwards(20, 0))
+    loader = Loader(Augmented(), FakeWorld(), batch_size=2, epochs=1, order=Backwards(20, 0))
     ids = [int(i) for batch in loader for m in batch.micro_batches for i in m.ids]
     assert ids == list(range(19, -1, -1))

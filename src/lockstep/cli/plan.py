@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from lockstep.config import parse_model
 from lockstep.errors import ConfigError
+from lockstep.parse import parse_model
 from lockstep.plan import BatchConfig, RateConfig, plan_batches, scaled_rate
 
 COLUMNS = {

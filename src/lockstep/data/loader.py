@@ -5,6 +5,7 @@ and handing them out a step at a time. Does not own: the order, the reading of a
 leaf, the copy to the device.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -76,19 +77,18 @@ class Loader:
         batch_size: int = 32,
         plan: BatchPlan | None = None,
         epochs: int | None = None,
-        total_steps: int | None = None,
+        max_steps: int | None = None,
         seed: int = 0,
         order: Order | None = None,
         collate: Collate = default_collate,
         config: LoaderConfig | None = None,
     ) -> None:
         self.plan = plan or plan_for(dataset, BatchConfig(batch_size=batch_size), world.size)
-        if total_steps is None and is_stream(dataset):
-            raise ConfigError(
-                "a data set without length has no epochs to count", "total_steps=1000"
-            )
-        self._epochs = None if total_steps else epochs or 1
-        self.total_steps = total_steps or (epochs or 1) * self.plan.steps_per_epoch
+        if max_steps is None and is_stream(dataset):
+            raise ConfigError("a data set without length has no epochs to count", "max_steps=1000")
+        if max_steps is None and epochs is None:
+            raise ConfigError("how long to train was not said", "epochs=10, or max_steps=1000")
+        self._epochs, self._max_steps = epochs, max_steps
         self.order = order or (
             Sequential(STREAM_LENGTH)
             if is_stream(dataset)
@@ -96,6 +96,7 @@ class Loader:
         )
         self.dataset = dataset
         self.consumed = 0
+        self._shift = 0
         self._world = world
         self._config = config or LoaderConfig()
         self._reader = build_reader(dataset, self.order, seed, collate, self._config.on_bad_sample)
@@ -105,18 +106,35 @@ class Loader:
         return self.total_steps - self.step
 
     @property
+    def total_steps(self) -> int:
+        """Return the length of the run in steps, by epochs or steps, whichever ends first."""
+        by_steps = self._max_steps or math.inf
+        if self._epochs is None:
+            return int(by_steps)
+        return int(min(by_steps, self._epochs * self.plan.steps_per_epoch + self._shift))
+
+    @property
     def step(self) -> int:
         """Return the steps that have been handed out."""
-        return step_of(self.plan, self.consumed)
+        return step_of(self.plan, self.consumed) + self._shift
 
     @property
     def at_epoch_end(self) -> bool:
         """Say whether the step handed out last was the last of its epoch."""
         return self.consumed > 0 and self.consumed % self.plan.samples_per_epoch == 0
 
+    def seek(self, step: int, consumed: int) -> None:
+        """Go on after `step` steps and `consumed` samples.
+
+        The two say the same unless an earlier part of the run had another batch
+        size; steps then go on counting from where they were.
+        """
+        self.consumed = consumed
+        self._shift = step - step_of(self.plan, consumed)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, one integer, and the plan it was counted under."""
-        return {"consumed": self.consumed, "plan": asdict(self.plan)}
+        return {"step": self.step, "consumed": self.consumed, "plan": asdict(self.plan)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after as many samples as `state_dict` counted, with the same global batch.
@@ -125,21 +143,21 @@ class Loader:
             ConfigError: if samples or batch size have changed since.
         """
         self.plan = resume_plan(BatchPlan(**state["plan"]), self.plan)
-        self.consumed = state["consumed"]
-        if self._epochs is not None:
-            self.total_steps = self._epochs * self.plan.steps_per_epoch
+        self.seek(state["step"], state["consumed"])
 
     def __iter__(self) -> Iterator[StepBatch]:
-        steps = range(self.step, self.total_steps)
-        rank = self._world.rank
-        leaves = (leaf for step in steps for leaf in leaves_of(self.plan, step, rank))
-        read = _read(self._reader, leaves, self._config, self._world)
+        steps, rank = range(self.step, self.total_steps), self._world.rank
+
+        def leaves(step: int) -> list[Leaf]:
+            return leaves_of(self.plan, step - self._shift, rank)
+
+        wanted = (leaf for step in steps for leaf in leaves(step))
+        read = _read(self._reader, wanted, self._config, self._world)
         for step in steps:
-            mine = [next(read) for _ in leaves_of(self.plan, step, rank)]
-            consumed = consumed_after(self.plan, step)
+            mine = [next(read) for _ in leaves(step)]
             # Consumed, not fetched: whoever saves inside the loop body has trained on this step.
-            self.consumed = consumed
-            yield StepBatch(step, mine[0].leaf.epoch, mine, consumed)
+            self.consumed = consumed_after(self.plan, step - self._shift)
+            yield StepBatch(step, mine[0].leaf.epoch, mine, self.consumed)
 
 
 def read_held_out(

@@ -73,7 +73,6 @@ class Sequential:
 class Leaf:
     """One micro-batch of one step: `place` counts leaves within the step."""
 
-    step: int
     epoch: int
     place: int
     start: int
@@ -98,8 +97,9 @@ def consumed_after(plan: BatchPlan, step: int) -> int:
 def leaves_of(plan: BatchPlan, step: int, rank: int) -> list[Leaf]:
     """Return the leaves of `step` that `rank` computes: a contiguous run of them.
 
-    Ranks may hold one leaf more or less than others. One that would hold none
-    borrows the last leaf, with weight zero, so that all ranks meet in the reduce.
+    Where leaves do not divide evenly, ranks that would compute one less borrow the
+    last leaf, with weight zero. It costs no time, since the others are busy, and all
+    ranks meet in the same collectives.
     """
     epoch, index = divmod(step, plan.steps_per_epoch)
     begin = index * plan.global_batch
@@ -108,11 +108,13 @@ def leaves_of(plan: BatchPlan, step: int, rank: int) -> list[Leaf]:
 
     def leaf(place: int, borrowed: bool = False) -> Leaf:
         start = begin + place * plan.batch_size
-        return Leaf(step, epoch, place, start, min(start + plan.batch_size, end), borrowed)
+        return Leaf(epoch, place, start, min(start + plan.batch_size, end), borrowed)
 
     first = num_leaves * rank // plan.world_size
     last = num_leaves * (rank + 1) // plan.world_size
-    return [leaf(place) for place in range(first, last)] or [leaf(num_leaves - 1, borrowed=True)]
+    num_borrowed = math.ceil(num_leaves / plan.world_size) - (last - first)
+    own = [leaf(place) for place in range(first, last)]
+    return own + [leaf(num_leaves - 1, borrowed=True)] * num_borrowed
 
 
 def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -3,13 +3,20 @@
 Owns: the agent's settings and the exit code. Does not own: restarting, hosts.
 """
 
+import dataclasses
 import logging
 import os
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
-SAVE_S = 300
-"""How long ranks that were told to stop may take to save; who signals twice need not wait."""
+STOPPING: dict[str, Any] = {
+    # Passed on to every rank; SLURM announces the time limit with SIGUSR1.
+    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    # How long ranks that were told to stop may save; who signals twice need not wait.
+    "shutdown_timeout": 300,
+}
+"""How the agent passes a stop on, where this version of torch lets us say."""
 
 
 def launch(command: Sequence[str], num_processes: int) -> int:
@@ -22,6 +29,7 @@ def launch(command: Sequence[str], num_processes: int) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     cores_each = max(1, (os.cpu_count() or 1) // num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_each))
+    known = {setting.name for setting in dataclasses.fields(LaunchConfig)}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -31,9 +39,7 @@ def launch(command: Sequence[str], num_processes: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        # Passed on to every rank; SLURM announces the time limit with SIGUSR1.
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        shutdown_timeout=SAVE_S,
+        **{name: value for name, value in STOPPING.items() if name in known},
     )
     try:
         elastic_launch(config, command[0])(*command[1:])

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import RunConfig, parse_model
+from lockstep.config import RunConfig
+from lockstep.parse import parse_model
 from lockstep.runtime import is_rehearsal, launched_rank
 from lockstep_recipes.command import Flags
 from lockstep_recipes.jit.model import VARIANTS
