@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP)  ## run the whole test suite
 	@start=$$(date +%s); status=0; \
-	$(CACHES) .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup || status=$$?; \
+	$(CACHES) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal || status=$$?; \
 	seconds=$$(($$(date +%s) - start)); \
 	if [ $$status -eq 0 ]; then echo "test: passed in $$seconds s"; \
 	else echo "test: FAILED after $$seconds s (pytest exit code $$status)"; fi; \

@@ -5,6 +5,7 @@ left a thread, a child process or a process group behind ends in an error that
 names what it left; the police then clears it away, so that no other test pays.
 """
 
+import fcntl
 import os
 import threading
 import time
@@ -196,3 +197,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if count:
         tests = "1 test needs a GPU and was" if count == 1 else f"{count} tests need a GPU and were"
         terminalreporter.write_line(f"{tests} skipped")
+
+
+@pytest.fixture
+def fixed_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let one test at a time use the ports that guides name, in whatever process it runs."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    with (shared / "fixed_ports").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -31,6 +31,8 @@ def cases() -> list[tuple[str, str]]:
     return list(dict.fromkeys(found))
 
 
+@pytest.mark.usefixtures("fixed_ports")
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("page", "command"), cases(), ids=lambda value: value[:60])
 def test_a_documented_command_runs(page: str, command: str, tmp_path: Path) -> None:
     words = shlex.split(command)

@@ -147,7 +147,11 @@ def test_without_reading_back_the_bad_save_would_pass(
         test_a_save_that_does_not_read_back_fails_and_removes_nothing(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("meta", [{"a": object()}, {"a": torch.ones(1)}, {(1, 2): 3}], ids=str)
+@pytest.mark.parametrize(
+    "meta",
+    [{"a": object()}, {"a": torch.ones(1)}, {(1, 2): 3}],
+    ids=["object", "tensor", "tuple key"],
+)
 def test_meta_that_is_not_json_is_refused_without_litter(meta: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not JSON"):
         CheckpointStore(tmp_path).save(1, parts(1), meta)

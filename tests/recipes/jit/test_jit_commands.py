@@ -28,8 +28,8 @@ FORMS = {
     "20": "torchrun --nproc_per_node={n} --master_port=29501 train.py " + PLAIN + " --use_amp",
 }
 
-# The guide's ports are fixed, so these take turns.
-pytestmark = pytest.mark.xdist_group("guide ports")
+# The guide's ports are fixed, so these take turns, and waiting for one's turn counts as time.
+pytestmark = [pytest.mark.usefixtures("fixed_ports"), pytest.mark.timeout(600)]
 
 
 def run(command: str, folder: Path) -> str:
