@@ -81,6 +81,8 @@ class RunConfig(BaseModel):
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
     max_grad_norm: PositiveFloat | None = 1.0
     averages: tuple[float, ...] = ()
+    sync_batch_norm: bool = False
+    """Let batch normalisation see the micro-batches of all ranks together."""
     compile: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: PositiveFloat = 1800.0

@@ -188,6 +188,10 @@ class World:
             dist.all_reduce(value)
         return value
 
+    def all_sum_with_grad(self, value: Tensor) -> Tensor:
+        """Return the sum of `value` over all ranks, carrying gradients. Collective."""
+        return value if self.size == 1 else _Sum.apply(value, self)  # type: ignore[no-untyped-call]
+
     def all_max(self, *values: int) -> list[int]:
         """Return the largest of each number over all ranks, through the host. Collective.
 
@@ -232,6 +236,19 @@ class World:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded)
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+class _Sum(torch.autograd.Function):
+    """Sum forward; every rank's result depends on our value, so sum the gradients backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return world.all_sum(value.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.world.all_sum(grads[0].contiguous()), None
 
 
 class _Gather(torch.autograd.Function):

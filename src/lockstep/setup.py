@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lockstep.agreement import together
 from lockstep.average import Averages
+from lockstep.batch_norm import synchronise_batch_norm
 from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock, load_model_state
 from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
@@ -156,6 +157,8 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     loader = together(world, build_loader)
     seed_all(config.seed, "weights")
     model = task.build_model().to(world.device)
+    if config.sync_batch_norm and world.size > 1:
+        synchronise_batch_norm(model, world)
     optimizer = task.build_optimizer(model, contract.effective_lr)
     precision = choose_precision(config.precision, world.device)
     run = Run(

@@ -6,7 +6,7 @@ to save. Every rank enters `train_step` the same number of times; that is the
 contract the whole package is named after.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,8 @@ from lockstep.task import Context, PartialLoss
 
 Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
 """A task's `loss`, or any function of the same shape."""
+Weights = Callable[[Any, Context], Mapping[str, Tensor | float]]
+"""A task's `weights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +56,19 @@ def train_step(
     batch: StepBatch,
     world: World,
     *,
+    weights: Weights | None = None,
     seed: int = 0,
     max_grad_norm: float | None = None,
     autocast: AbstractContextManager[Any] | None = None,
     scaler: GradScaler | None = None,
 ) -> StepReport:
     """Move the weights once, along the gradient of the mean over the global batch. Collective."""
+    totals = all_weights(weights, batch, world, seed) if weights else {}
     rows = []
     for number, micro_batch in enumerate(batch.micro_batches):
         place = micro_batch.leaf.place
         seed_torch(world.device, seed, "torch", batch.step, place)  # dropout and the like
-        context = Context(world, seed, batch.step, place, counts=micro_batch.counts)
+        context = Context(world, seed, batch.step, place, counts=micro_batch.counts, weights=totals)
         is_last = number == len(batch.micro_batches) - 1
         with nullcontext() if is_last else local_gradients(model):
             with autocast or nullcontext():
@@ -75,7 +79,7 @@ def train_step(
     # One collective carries every sum: a second one would be a second place
     # where a rank that took a different branch keeps the others waiting.
     sums = world.all_sum(torch.stack(rows).sum(dim=0))
-    loss_sum, weight = sums[0], sums[1]
+    loss_sum, weight = sums[0], torch.ones_like(sums[1]) if totals else sums[1]
 
     # Ranks hold the *average* of the summed gradients; times size / weight, it is
     # the gradient of the global mean. No unit at all leaves no gradient.
@@ -99,6 +103,21 @@ def train_step(
     return StepReport(loss_sum, weight, grad_norm, dict(zip(names, pairs, strict=True)))
 
 
+def all_weights(weights: Weights, batch: StepBatch, world: World, seed: int) -> dict[str, Tensor]:
+    """Return the step's total weight of each term of the loss. Collective."""
+    rows = []
+    for micro_batch in batch.micro_batches:
+        context = Context(world, seed, batch.step, micro_batch.leaf.place)
+        counted = weights(micro_batch.data, context)
+        if not counted:
+            return {}
+        numbers = [_number(n, world.device) for n in counted.values()]
+        rows.append(torch.stack(numbers) * micro_batch.counts)
+    totals = world.all_sum(torch.stack(rows).sum(dim=0))
+    # A term without a unit in the whole step is a sum of nothing: 0 / 1.
+    return dict(zip(counted, torch.where(totals > 0, totals, 1.0), strict=True))
+
+
 def as_partial(result: PartialLoss | Tensor, micro_batch: MicroBatch) -> PartialLoss:
     """Return the loss with its weight; a plain mean weighs as much as it has samples.
 
@@ -117,10 +136,8 @@ def as_partial(result: PartialLoss | Tensor, micro_batch: MicroBatch) -> Partial
 def _row(part: PartialLoss) -> Tensor:
     """Lay out sums and weights as one row: loss, weight, then each part's pair, by name."""
     pairs = [(part.loss_sum, part.weight), *part.parts.values()]
-    device = part.loss_sum.device
-    numbers = [
-        torch.as_tensor(number, dtype=torch.float64, device=device).detach()
-        for pair in pairs
-        for number in pair
-    ]
-    return torch.stack(numbers)
+    return torch.stack([_number(n, part.loss_sum.device) for pair in pairs for n in pair])
+
+
+def _number(value: Tensor | float, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device=device).detach()

@@ -49,6 +49,8 @@ class Context:
     training: bool = True
     counts: bool = True
     """Whether this micro-batch adds to the step, or only keeps its rank in company."""
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    """What `Task.weights` counted, summed over the whole step; never 0, so divide by it."""
 
     def generator(self, stream: str) -> torch.Generator:
         """Return the random stream called `stream` of this micro-batch.
@@ -111,6 +113,16 @@ class Task:
         A plain scalar is taken as a mean over the samples of the micro-batch.
         """
         raise NotImplementedError
+
+    def weights(self, batch: Any, context: Context) -> Mapping[str, Tensor | float]:
+        """Count the units of each term of the loss, where terms have different units.
+
+        A loss such as mean over scribbled pixels + mean over other pixels cannot be
+        divided by one weight. The core counts before the backward pass, and hands the
+        step's totals to `loss` as `context.weights`. Such a loss divides each term
+        itself, returns their sum with weight 1, and its terms as `parts`.
+        """
+        return {}
 
     def evaluate(
         self, model: nn.Module, batch: Any, context: Context

@@ -103,6 +103,7 @@ class Trainer:
                 run.optimizer,
                 upcoming,
                 run.world,
+                weights=run.task.weights,
                 seed=config.seed,
                 max_grad_norm=config.max_grad_norm,
                 autocast=run.autocast,
