@@ -9,4 +9,4 @@ exec "${PYTHON:-python}" -m lockstep_recipes.jit \
     --data_path "$data/train" --val_path "$data/val" --output_dir "$output" \
     --model JiT-B/4 --img_size 64 --batch_size 256 --epochs 48 --lr 2e-4 --warmup_epochs 3 \
     --use_amp --compile --num_workers 12 --ema_decays 0.999 0.99 \
-    --eval_interval 8 --save_interval 24 --log_interval 39 --grid 40 --num_fid_samples 256 "$@"
+    --eval_interval 8 --save_interval 24 --log_interval 39 --grid 80 --num_fid_samples 256 "$@"
