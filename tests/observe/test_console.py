@@ -70,7 +70,6 @@ def test_every_kind_has_its_line() -> None:
             event("of_my_own", 61, temperature=21.5),
         ]
     ) == [
-        "training on 2 x cuda  jit",
         "resumed at step 40 from checkpoints/40",
         "epoch 1 done  loss 0.5  8 of 8 samples, each once",
         "evaluation at step 50  loss 0.4123  ema_loss 0.4",

@@ -28,7 +28,6 @@ STEP_FIELDS: dict[str, Callable[[float], str]] = {
     "data_wait_share": "data wait {:.0%}".format,
 }
 LINES = {
-    "run_start": "training on {world_size} x {device}  {recipe}",
     "resume": "resumed at step {step} from {path}",
     "epoch": "epoch {epoch} done  loss {loss:.4g}  {message}",
     "checkpoint": "checkpoint at step {step}  {path}{cost}",
@@ -89,7 +88,8 @@ class Console:
                 return
         if kind == "run_end":
             self.close()
-        self.note(self._step_line(event) if kind == "step" else _line(event))
+        if kind != "run_start":  # the banner has said it, in words
+            self.note(self._step_line(event) if kind == "step" else _line(event))
 
     def note(self, text: str) -> None:
         """Print lines, above the bar if there is one."""
