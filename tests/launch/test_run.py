@@ -1,9 +1,10 @@
 """`lockstep run RECIPE --gpus 2`: from the command line to two ranks and one exit code."""
 
 import json
+import sys
 from pathlib import Path
 
-from processes import BIN, Start
+from processes import BIN, LAUNCH_LOCALLY, Start
 
 
 def test_a_recipe_trains_on_two_ranks_and_a_hopeless_request_is_refused_once(
@@ -25,3 +26,10 @@ def test_a_recipe_trains_on_two_ranks_and_a_hopeless_request_is_refused_once(
     assert "Traceback" not in rehearsed.text
     run = json.loads((tmp_path / "rehearsal" / "config.json").read_text())
     assert run["world_size"] == 2
+
+
+def test_a_rank_that_is_killed_is_named(start: Start) -> None:
+    code = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(60)"
+    launched = start(sys.executable, "-c", LAUNCH_LOCALLY, "-c", code)
+    assert launched.finish() == 137
+    assert "lockstep: rank 1 was ended by SIGKILL\n  try: the same command" in launched.text

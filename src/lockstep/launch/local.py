@@ -6,6 +6,8 @@ Owns: the agent's settings and the exit code. Does not own: restarting, hosts.
 import dataclasses
 import logging
 import os
+import signal
+import sys
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -44,8 +46,15 @@ def launch(command: Sequence[str], num_processes: int) -> int:
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as failed:
-        _, failure = failed.get_first_failure()
-        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        name = signal.Signals(-failure.exitcode).name
+        sys.stderr.write(
+            f"lockstep: rank {rank} was ended by {name}\n"
+            "  try: the same command again; it goes on from the newest checkpoint\n"
+        )
+        return 128 - failure.exitcode
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
