@@ -80,8 +80,7 @@ def test_the_snippet_on_the_front_page_trains(
     x = torch.randn(64, 8)
     samples = [{"x": row, "y": row.sum()[None]} for row in x]
     exec(compile(snippet, "README.md", "exec"), {"samples": samples})
-    assert (tmp_path / "run" / "checkpoints" / "best_model.pt").exists() is False
-    assert (tmp_path / "run" / "checkpoints" / "checkpoint_epoch_10.pt").is_dir()
+    assert (tmp_path / "run" / "checkpoints" / "step_00000020" / "model.safetensors").exists()
 
 
 def test_links_lead_somewhere() -> None:

@@ -31,4 +31,6 @@ def raise_together(world: World, problem: LockstepError | None) -> NoReturn:
     stories = [json.loads(text) for text in world.all_texts(json.dumps(said))]
     rank, (kind, text, remedy) = next((r, story) for r, story in enumerate(stories) if story)
     where = "" if all(stories) else f"rank {rank}: "
-    raise getattr(errors, kind)(where + text, remedy)
+    error: LockstepError = getattr(errors, kind)(where + text, remedy)
+    error.is_shared = True
+    raise error

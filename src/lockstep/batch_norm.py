@@ -22,8 +22,8 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(
             like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats
         )
-        self.load_state_dict(like.state_dict())
-        self.to(next(iter(like.state_dict().values())))
+        # The very same parameters and statistics, wherever they are, trained or frozen.
+        self._parameters, self._buffers = like._parameters, like._buffers
         self.train(like.training)
         self.world = world
 

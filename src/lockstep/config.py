@@ -6,7 +6,7 @@ with them. Does not own: the sections; each stands beside the code that reads it
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe.sinks import SinkConfig
 from lockstep.parse import parse_model, unknown_key
 from lockstep.plan import BatchConfig, RateConfig
+from lockstep.runtime import MAX_TIMEOUT_S
 from lockstep.schedule import ScheduleConfig
 
 
@@ -46,6 +47,8 @@ class EvaluationConfig(Cadence):
     """When to evaluate, and what makes a checkpoint the best one."""
 
     batch_size: PositiveInt | None = None
+    save_best: bool = True
+    """Save whenever an evaluation is the best so far, and name it `best_model.pt`."""
     best_metric: str = "loss"
     best_is: Literal["lowest", "highest"] = "lowest"
 
@@ -54,6 +57,9 @@ class CheckpointConfig(Cadence):
     """When to save, and how many unnamed checkpoints to keep."""
 
     keep_last: PositiveInt = 3
+    """Checkpoints with a name (the best one, and epochs if asked for) are kept beside these."""
+    name_epochs: bool = False
+    """Name what is saved at the end of an epoch `checkpoint_epoch_N.pt`, and so keep it."""
     background: bool = True
 
 
@@ -80,12 +86,12 @@ class RunConfig(BaseModel):
     sinks: SinkConfig = Field(default_factory=SinkConfig)
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
     max_grad_norm: PositiveFloat | None = 1.0
-    averages: tuple[float, ...] = ()
+    averages: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     sync_batch_norm: bool = False
     """Let batch normalisation see the micro-batches of all ranks together."""
     compile: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: PositiveFloat = 1800.0
+    timeout_s: float = Field(default=1800.0, gt=0, le=MAX_TIMEOUT_S)
     log_every: PositiveInt = 10
     resume: str = "auto"
     """`auto`: go on from the newest good checkpoint, if any. `never`: refuse a folder that holds
@@ -115,5 +121,8 @@ class RunConfig(BaseModel):
                 if not isinstance(target.get(section), dict):
                     raise unknown_key(section, target, f"in {path!r}")
                 target = target[section]
-            target[key] = yaml.safe_load(value)
+            try:
+                target[key] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise ConfigError(f"{value!r} in {text!r} is not a value", "quotes") from None
         return self.parse(values)

@@ -21,6 +21,8 @@ class LockstepError(Exception):
     """
 
     exit_code = 2
+    is_shared = False
+    """Whether every rank raises it, in the same words: then one of them need say it."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(problem, remedy)

@@ -8,6 +8,7 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -36,6 +37,15 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
         gradient_as_bucket_view=True,
         **options,
     )
+
+
+@torch.no_grad()
+def follow_first(model: nn.Module, world: World) -> None:
+    """Give all ranks the first rank's running statistics, as the next step would. Collective."""
+    for part in model.modules() if world.size > 1 else ():
+        if isinstance(part, _BatchNorm):
+            for buffer in part.buffers(recurse=False):
+                buffer.copy_(world.all_sum(buffer if world.is_first else torch.zeros_like(buffer)))
 
 
 def bare(model: T) -> T:

@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.errors import ConfigError
 
@@ -42,10 +42,10 @@ class RateConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    lr: PositiveFloat = 1e-4
+    lr: PositiveFloat = Field(default=1e-4, allow_inf_nan=False)
     lr_scaling: Rule = "none"
-    reference_batch: PositiveInt = 256
-    """The global batch that `lr` was found at; `batch` scales from it."""
+    reference_batch: PositiveInt | None = None
+    """The global batch that `lr` was found at; `batch` scales from it, or from 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def scaled_rate(config: RateConfig, world_size: int, global_batch: int) -> float
         "none": 1.0,
         "linear": float(world_size),
         "sqrt": math.sqrt(world_size),
-        "batch": global_batch / config.reference_batch,
+        "batch": global_batch / (config.reference_batch or 256),
     }[config.lr_scaling]
     return config.lr * factor
 
@@ -189,7 +189,7 @@ def resume_plan(stored: BatchPlan, fresh: BatchPlan) -> BatchPlan:
     if fresh.world_size > stored.leaves_per_step:
         raise ConfigError(
             f"{fresh.world_size} ranks, but a step has {stored.leaves_per_step} micro-batches",
-            f"{stored.leaves_per_step} ranks or fewer",
+            f"{stored.leaves_per_step} ranks or fewer, or accept_changes=true for a larger batch",
         )
     return replace(stored, world_size=fresh.world_size)
 
@@ -203,10 +203,13 @@ def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> 
     Raises:
         ConfigError: with each changed number, old and new.
     """
-    names = ("base_lr", "lr_scaling", "seed")
+    names = ["base_lr", "lr_scaling", "seed"]
+    if stored.plan.world_size == fresh.plan.world_size:
+        names.append("effective_lr")
     changes = _plan_changes(stored.plan, fresh.plan)
     changes += [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
-    if accept_changes and any(old != new for _, old, new in changes):
+    too_many = fresh.plan.world_size > stored.plan.leaves_per_step
+    if accept_changes and (too_many or any(old != new for _, old, new in changes)):
         return fresh
     _refuse(changes)
     return replace(stored, plan=resume_plan(stored.plan, fresh.plan))

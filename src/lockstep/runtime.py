@@ -26,6 +26,9 @@ from torch.distributed.rendezvous import rendezvous
 from lockstep.detect import Launch, detect_launch
 from lockstep.errors import LaunchError
 
+MAX_TIMEOUT_S = 1e8
+"""Three years: more than any collective should take, and what a timer can hold."""
+
 
 def is_rehearsal() -> bool:
     """Say whether LOCKSTEP_REHEARSAL=1 asks for the run in miniature."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 
 Schedule = Callable[[int], float]
 """Maps a 0-based step to a multiplier of the base learning rate."""
@@ -23,7 +23,7 @@ class ScheduleConfig(BaseModel):
 
     shape: Literal["constant", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
-    warmup_epochs: NonNegativeFloat = 0.0
+    warmup_epochs: float = Field(default=0.0, ge=0, le=1e6)
     floor: NonNegativeFloat = 0.0
 
 

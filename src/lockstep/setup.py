@@ -24,7 +24,7 @@ from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import Loader, StepBatch, plan_for
 from lockstep.data.reader import is_stream
-from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parallel import bare, replicate
 from lockstep.plan import Contract, resume_contract, scaled_rate
 from lockstep.randomness import seed_all
@@ -106,9 +106,9 @@ class Run:
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take back what `_parts` saved."""
+        """Take back what `parts` returned."""
         load_model_state(bare(self.model), checkpoint.load("model"))
-        self.optimizer.load_state_dict(checkpoint.load("optimizer"))
+        self._load_optimizer(checkpoint.load("optimizer"))
         self.progress = Progress.from_state(checkpoint.load("progress"), self.world.device)
         self.task.load_state(checkpoint.load("task"))
         for decay in self.config.averages:
@@ -124,24 +124,67 @@ class Run:
             self.averages.load_state(decay, checkpoint.load(name))
         if self.scaler and "scaler" in checkpoint.parts:
             self.scaler.load_state_dict(checkpoint.load("scaler"))
+        self.progress.consumed = self._consumed_now(checkpoint)
         self.loader.seek(self.progress.step, self.progress.consumed)
         self.resumed_from = checkpoint
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        """Take back the optimizer's state, but not silently its old settings."""
+        apart = {"params", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable"}
+        asked = [
+            {name: value for name, value in group.items() if name not in apart}
+            for group in self.optimizer.param_groups
+        ]
+        try:
+            self.optimizer.load_state_dict(state)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the optimizer's saved state does not fit: {error}", "the same parameter groups"
+            ) from error
+        for group, wanted in zip(self.optimizer.param_groups, asked, strict=True):
+            changed = {name: value for name, value in wanted.items() if group[name] != value}
+            if changed and not self.config.accept_changes:
+                old = ", ".join(f"{n} {group[n]} -> {value}" for n, value in changed.items())
+                raise ConfigError(
+                    f"the checkpoint was trained with another optimizer: {old}",
+                    "the old settings, or accept_changes=true to go on with the new ones",
+                )
+            group.update(changed)
+
+    def _consumed_now(self, checkpoint: Checkpoint) -> int:
+        """Return the position, moved to a whole step where an accepted change cut epochs anew."""
+        stored, plan = Contract.from_json(checkpoint.meta["contract"]).plan, self.contract.plan
+        kept = (stored.samples_per_epoch, stored.global_batch)
+        if kept == (plan.samples_per_epoch, plan.global_batch):
+            return self.progress.consumed
+        epochs, into = divmod(self.progress.consumed, stored.samples_per_epoch)
+        whole = min(into, plan.samples_per_epoch - 1) // plan.global_batch * plan.global_batch
+        return epochs * plan.samples_per_epoch + whole
 
 
 def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Run:
     """Build the run, restored from its checkpoint where there is one. Collective."""
     folder = Path(config.output_dir)
-    together(world, lambda: _take_folder(folder, config, world, stack))
+    check_alike("settings", config.model_dump_json(exclude={"output_dir"}), world)
+    together(world, lambda: _take_folder(folder, world, stack))
     data = together(world, task.train_data)
-    held_out = together(world, task.eval_data)
-    _check_same_length(data, world)
+    held_out = together(world, lambda: _held_out(task))
+    check_alike("numbers of training samples", _length(data), world)
+    check_alike("numbers of held-out samples", _length(held_out), world)
     store = CheckpointStore(
         folder / "checkpoints", keep_last=config.checkpoint.keep_last, recipe=task.name
     )
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
+    found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
+    check_alike("checkpoints to go on from", found, world)
     contract = together(world, lambda: agree_on_contract(config, data, world.size, checkpoint))
 
     def build_loader() -> Loader:
+        if is_stream(data) and (config.schedule.warmup_epochs or not config.checkpoint.every_steps):
+            raise ConfigError(
+                "a stream of training data has no epochs to warm up by or to save after",
+                "schedule.warmup_steps and checkpoint.every_steps",
+            )
         return Loader(
             data,
             world,
@@ -155,11 +198,12 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         )
 
     loader = together(world, build_loader)
+    together(world, lambda: _settle_folder(folder, config, world))
     seed_all(config.seed, "weights")
-    model = task.build_model().to(world.device)
+    model = together(world, task.build_model).to(world.device)
     if config.sync_batch_norm and world.size > 1:
         synchronise_batch_norm(model, world)
-    optimizer = task.build_optimizer(model, contract.effective_lr)
+    optimizer = together(world, lambda: task.build_optimizer(model, contract.effective_lr))
     precision = choose_precision(config.precision, world.device)
     run = Run(
         task=task,
@@ -187,26 +231,49 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
 
 
 def _settle(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> None:
-    """Make the checkpoint the run goes on from its newest, with the names it was to have."""
-    if world.is_first and checkpoint.path.resolve().parent == store.folder.resolve():
-        store.set_aside_after(checkpoint.step)
-        for name in checkpoint.meta.get("names", []):
-            store.name(checkpoint.step, name)
-
-
-def _take_folder(folder: Path, config: RunConfig, world: World, stack: ExitStack) -> None:
-    """Lock the run's folder for this run and write the config into it, on the first rank."""
+    """Make the checkpoint the run goes on from the newest here, with the names it was to have."""
     if not world.is_first:
         return
-    lock = FolderLock(folder)
-    lock.acquire()
-    stack.callback(lock.release)
-    if config.resume == "discard":
-        for name in ("checkpoints", "events", "samples", "tensorboard"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-    facts = {"world_size": world.size, "versions": versions()}
-    text = json.dumps({"config": json.loads(config.model_dump_json()), **facts}, indent=2)
-    (folder / "config.json").write_text(text + "\n")
+    is_own = checkpoint.path.resolve().parent == store.folder.resolve()
+    store.set_aside_after(checkpoint.step if is_own else -1)
+    for name in checkpoint.meta.get("names", []) if is_own else []:
+        store.name(checkpoint.step, name)
+
+
+def _take_folder(folder: Path, world: World, stack: ExitStack) -> None:
+    """Lock the run's folder, on the first rank, until the run ends."""
+    if world.is_first:
+        lock = FolderLock(folder)
+        lock.acquire()
+        stack.callback(lock.release)
+
+
+def _settle_folder(folder: Path, config: RunConfig, world: World) -> None:
+    """Discard what is to be discarded and write the config down, now that the run will start."""
+    if not world.is_first:
+        return
+    try:
+        if config.resume == "discard" and (folder / "config.json").exists():
+            for name in ("checkpoints", "events", "samples", "tensorboard"):
+                if (folder / name).exists():
+                    shutil.rmtree(folder / name)
+        facts = {"world_size": world.size, "versions": versions()}
+        text = json.dumps({"config": json.loads(config.model_dump_json()), **facts}, indent=2)
+        (folder / "config.json").write_text(text + "\n")
+    except OSError as error:
+        raise CheckpointError(f"cannot prepare {folder}: {error}", "another output_dir") from error
+
+
+def _held_out(task: Task) -> Any:
+    """Return the held-out samples, or None when there is not one."""
+    data = task.eval_data()
+    if data is not None and is_stream(data):
+        raise ConfigError("held-out data need a length and an index", "a list of the samples")
+    return data if data is not None and len(data) else None
+
+
+def _length(data: Any) -> str:
+    return "none" if data is None else "a stream" if is_stream(data) else str(len(data))
 
 
 def banner(run: Run) -> list[str]:
@@ -220,7 +287,8 @@ def banner(run: Run) -> list[str]:
     warmup = warmup_length(run.config.schedule, plan.steps_per_epoch)
     if warmup > total_steps:
         lines.append(f"warning: the warm-up of {warmup} steps outlasts the run of {total_steps}")
-    if rate.lr_scaling == "linear" and world.size > 1 and plan.global_batch == rate.reference_batch:
+    fixed = run.config.batch.global_batch_size or rate.reference_batch
+    if rate.lr_scaling == "linear" and world.size > 1 and plan.global_batch == fixed:
         lines.append(
             f"warning: linear scaling multiplies the rate by {world.size}, but the effective batch "
             f"is still {plan.global_batch}"
@@ -230,6 +298,8 @@ def banner(run: Run) -> list[str]:
             "the training data are a stream: read in the order it comes, from its start again "
             "when it ends; every rank reads all of it, and a resume reads up to where it was"
         )
+    if not run.model.training:
+        lines.append("warning: the model comes in evaluation mode and is trained in it")
     if run.resumed_from is not None and run.progress.step >= total_steps:
         lines.append(f"nothing to do: the run is complete at step {run.progress.step}")
     return lines
@@ -239,7 +309,9 @@ def choose_checkpoint(
     store: CheckpointStore, resume: str
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
     """Return the checkpoint to go on from, and why newer ones were passed over."""
-    if resume not in ("auto", "never", "discard"):
+    if resume == "discard":
+        return None, []
+    if resume not in ("auto", "never"):
         return store.open(resume), []
     checkpoint, rejected = store.latest()
     if resume == "never" and (checkpoint or rejected):
@@ -256,13 +328,22 @@ def choose_checkpoint(
     return checkpoint, rejected
 
 
-def _check_same_length(data: Any, world: World) -> None:
-    lengths = world.all_texts("stream" if is_stream(data) else str(len(data)))
-    if len(set(lengths)) > 1:
-        raise DataError(
-            f"ranks see different numbers of samples: {', '.join(lengths)}",
-            "the same data folder on every node",
+def check_alike(what: str, local: str, world: World) -> None:
+    """Refuse a run whose ranks do not agree on something they must share. Collective."""
+    said = world.all_texts(local)
+    if len(set(said)) > 1:
+        rank = next(rank for rank, text in enumerate(said) if text != said[0])
+        short = " against ".join(_around_difference(said[0], said[rank]))
+        raise ConfigError(
+            f"ranks 0 and {rank} see different {what}: {short}",
+            "the same flags everywhere, and folders that all nodes share",
         )
+
+
+def _around_difference(a: str, b: str) -> tuple[str, str]:
+    """Return both texts, cut to where they part."""
+    start = max(0, next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0) - 30)
+    return a[start : start + 60], b[start : start + 60]
 
 
 def agree_on_contract(
@@ -274,7 +355,18 @@ def agree_on_contract(
     fresh = Contract(plan, config.rate.lr, config.rate.lr_scaling, effective, config.seed)
     if checkpoint is None:
         return fresh
+    if "contract" not in checkpoint.meta:
+        raise CheckpointError(
+            f"{checkpoint.path} was saved by a loop of its own", "that loop, or another output_dir"
+        )
     stored = Contract.from_json(checkpoint.meta["contract"])
+    asked = config.batch.global_batch_size
+    if asked is not None and not config.accept_changes and asked != stored.plan.global_batch:
+        raise ConfigError(
+            f"the checkpoint was trained with global_batch_size {stored.plan.global_batch}, "
+            f"this run asks for {asked}",
+            "the old number, or accept_changes=true to go on with the new one",
+        )
     return resume_contract(stored, fresh, config.accept_changes)
 
 

@@ -1,7 +1,7 @@
 """Stop cleanly when asked: one signal asks, a second one insists.
 
 Owns: SIGTERM, SIGINT, SIGUSR1 and SIGHUP while a run is under way. Does not own: what
-stopping means; the trainer asks `requested` between steps and lets all ranks
+stopping means; the trainer asks for the `exit_code` between steps and lets all ranks
 agree. Nothing is saved and nothing is sent inside a handler.
 """
 

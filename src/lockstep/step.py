@@ -72,7 +72,7 @@ def train_step(
         is_last = number == len(batch.micro_batches) - 1
         with nullcontext() if is_last else local_gradients(model):
             with autocast or nullcontext():
-                part = as_partial(loss(model, micro_batch.data, context), micro_batch)
+                part = as_partial(loss(model, micro_batch.data, context), micro_batch, bool(totals))
             (scaler.scale(part.loss_sum) if scaler else part.loss_sum).backward()  # type: ignore[no-untyped-call]
         rows.append(_row(part))
 
@@ -98,7 +98,7 @@ def train_step(
     else:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    names = part.parts.keys()
+    names = sorted(part.parts)
     pairs = zip(sums[2::2], sums[3::2], strict=True)
     return StepReport(loss_sum, weight, grad_norm, dict(zip(names, pairs, strict=True)))
 
@@ -111,21 +111,23 @@ def all_weights(weights: Weights, batch: StepBatch, world: World, seed: int) -> 
         counted = weights(micro_batch.data, context)
         if not counted:
             return {}
-        numbers = [_number(n, world.device) for n in counted.values()]
+        numbers = [number(n, world.device) for n in counted.values()]
         rows.append(torch.stack(numbers) * micro_batch.counts)
     totals = world.all_sum(torch.stack(rows).sum(dim=0))
     # A term without a unit in the whole step is a sum of nothing: 0 / 1.
     return dict(zip(counted, torch.where(totals > 0, totals, 1.0), strict=True))
 
 
-def as_partial(result: PartialLoss | Tensor, micro_batch: MicroBatch) -> PartialLoss:
+def as_partial(
+    result: PartialLoss | Tensor, micro_batch: MicroBatch, is_averaged: bool = False
+) -> PartialLoss:
     """Return the loss with its weight; a plain mean weighs as much as it has samples.
 
     A borrowed micro-batch keeps its graph, so that its rank meets the others in
     the reduce, and counts for nothing.
     """
     if isinstance(result, Tensor):
-        num_samples = len(micro_batch.ids)
+        num_samples = 1 if is_averaged else len(micro_batch.ids)
         result = PartialLoss(result * num_samples, float(num_samples))
     if micro_batch.counts:
         return result
@@ -135,9 +137,12 @@ def as_partial(result: PartialLoss | Tensor, micro_batch: MicroBatch) -> Partial
 
 def _row(part: PartialLoss) -> Tensor:
     """Lay out sums and weights as one row: loss, weight, then each part's pair, by name."""
-    pairs = [(part.loss_sum, part.weight), *part.parts.values()]
-    return torch.stack([_number(n, part.loss_sum.device) for pair in pairs for n in pair])
+    pairs = [(part.loss_sum, part.weight), *(part.parts[name] for name in sorted(part.parts))]
+    return torch.stack([number(n, part.loss_sum.device) for pair in pairs for n in pair])
 
 
-def _number(value: Tensor | float, device: torch.device) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64, device=device).detach()
+def number(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return a number as float64 on the device, without waiting for it."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)

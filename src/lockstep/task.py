@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from lockstep.data.order import Order
+from lockstep.errors import ConfigError
 from lockstep.plan import Contract
 from lockstep.randomness import keyed_generator
 from lockstep.runtime import World
@@ -64,12 +65,21 @@ class Context:
 
     def gather(self, local: Tensor) -> Tensor:
         """Concatenate `local` over all ranks, in rank order, carrying gradients. Collective."""
+        self._check_gather()
         return self.world.all_gather(local if self.counts else local[:0])
 
     def gather_start(self, local: Tensor) -> int:
         """Return the row at which `gather(local)` holds this rank's rows. Collective."""
+        self._check_gather()
         lengths = self.world.all_lengths(len(local) if self.counts else 0)
         return sum(lengths[: self.world.rank])
+
+    def _check_gather(self) -> None:
+        if not self.training and self.world.size > 1:
+            raise ConfigError(
+                "a gather in evaluation: ranks hold different numbers of held-out batches",
+                "an `evaluate` of the task's own that does without",
+            )
 
 
 class Task:

@@ -6,6 +6,7 @@ decided from reduced values or by `World.all_max`, never by one rank.
 """
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -19,16 +20,17 @@ from lockstep.checkpoint import BackgroundWriter, snapshot
 from lockstep.config import Cadence, RunConfig
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import StepBatch
-from lockstep.errors import LockstepError, NonFiniteError
+from lockstep.data.reader import is_stream
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, NonFiniteError
 from lockstep.evaluation import evaluate
 from lockstep.observe.console import Console
 from lockstep.observe.events import EventLog
 from lockstep.observe.sinks import Sinks
 from lockstep.observe.throughput import Throughput
-from lockstep.parallel import bare
+from lockstep.parallel import bare, follow_first
 from lockstep.runtime import World
 from lockstep.schedule import build_schedule
-from lockstep.setup import Run, banner, prepare, versions
+from lockstep.setup import Run, banner, check_alike, prepare, versions
 from lockstep.signals import EXIT_CODES, StopSignals
 from lockstep.step import StepReport, train_step
 from lockstep.task import Context, Task
@@ -55,8 +57,8 @@ def fit(task: Task, config: RunConfig) -> RunResult:
         LockstepError: the same on every rank, with what is wrong and what to try.
     """
     with ExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
         world = stack.enter_context(World.enter(config.device, config.timeout_s))
+        signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack)
         return Trainer(run, signals, stack).train()
 
@@ -76,6 +78,7 @@ class Trainer:
         self.local_ledger = Ledger()
         self.report: StepReport | None = None
         self.evaluated_step: int | None = None
+        self._has_checked_parts = False
         self.saved_step = run.progress.step if run.resumed_from else None
         self._speak(stack)
 
@@ -84,7 +87,8 @@ class Trainer:
         run, began = self.run, time.monotonic()
         config, progress, plan = run.config, run.progress, run.contract.plan
         total_steps = run.loader.total_steps
-        schedule = build_schedule(config.schedule, plan.steps_per_epoch, total_steps)
+        steps_per_epoch = None if is_stream(run.loader.dataset) else plan.steps_per_epoch
+        schedule = build_schedule(config.schedule, steps_per_epoch, total_steps)
         batches = iter(run.loader)
         upcoming = self._fetch(batches)
         stopped_by = 0
@@ -112,6 +116,9 @@ class Trainer:
             progress.take(self.report, upcoming)
             run.averages.update(progress.step)
             self._enter_into_ledger(upcoming)
+            if not self._has_checked_parts:
+                check_alike("parts of the loss", " ".join(sorted(self.report.parts)), run.world)
+                self._has_checked_parts = True
             upcoming = self._fetch(batches)  # while the device is still busy
             self.throughput.step_done(plan.global_batch)
             if run.world.device.type == "cpu":  # on a GPU, asking would mean waiting
@@ -124,10 +131,11 @@ class Trainer:
             with self.throughput.pausing():
                 if progress.consumed % plan.samples_per_epoch == 0:
                     self._close_epoch()
+                is_best = False
                 if run.held_out is not None and (at_end or self._is_due(config.evaluation)):
-                    self._evaluate()
-                if at_end or self._is_due(config.checkpoint):
-                    self._save()
+                    is_best = self._evaluate()
+                if at_end or is_best or self._is_due(config.checkpoint):
+                    self._save(is_best)
 
         if self.saved_step != progress.step:
             self._save()
@@ -178,8 +186,12 @@ class Trainer:
         except LockstepError as error:
             problem = error
         world = self.run.world
-        stop, failed = world.all_max(self.signals.exit_code, int(problem is not None))
+        votes = (problem is not None, isinstance(problem, CheckpointError))
+        stop, failed, cannot_save = world.all_max(self.signals.exit_code, *map(int, votes))
         if failed:
+            if not cannot_save and self.saved_step != self.run.progress.step:
+                self._save()  # the steps that were good are not lost
+                together(world, self.writer.wait)
             raise_together(world, problem)
         return stop
 
@@ -269,9 +281,10 @@ class Trainer:
         progress.epoch = {}
         progress.ledger = Ledger()
 
-    def _evaluate(self) -> None:
-        """Evaluate the weights and their first average; draw with the latter. Collective."""
+    def _evaluate(self) -> bool:
+        """Evaluate the weights and their first average; say if they are the best. Collective."""
         run, config, model = self.run, self.run.config, bare(self.run.model)
+        follow_first(model, run.world)
         step = self.evaluated_step = run.progress.step
 
         def measure() -> dict[str, float]:
@@ -290,7 +303,10 @@ class Trainer:
         def finish() -> None:
             context = Context(run.world, config.seed, step, 0, training=False)
             with run.autocast or nullcontext():
-                made = run.task.finish_evaluation(model, context, config.output_dir)
+                made = together(
+                    run.world,
+                    lambda: run.task.finish_evaluation(model, context, config.output_dir),
+                )
             for name, value in made.items():
                 if isinstance(value, Path):
                     self.events.write("picture", step, name=name, path=str(value))
@@ -305,17 +321,18 @@ class Trainer:
         else:
             finish()
         self.events.write("evaluation", step, metrics=self.metrics)
+        return config.evaluation.save_best and self._is_best()
 
-    def _save(self) -> None:
+    def _save(self, is_best: bool = False) -> None:
         """Copy the state of the run to host memory and let the writer store it. Collective."""
         self._check_finite()
         began = time.monotonic()
         run, plan = self.run, self.run.contract.plan
         step = self.saved_step = run.progress.step
         self._sum_ledger()
-        names = ["best_model.pt"] if self._is_best() else []
+        names = ["best_model.pt"] if is_best else []
         epochs, into_epoch = divmod(run.progress.consumed, plan.samples_per_epoch)
-        if not into_epoch and run.config.checkpoint.every_steps is None:
+        if not into_epoch and run.config.checkpoint.name_epochs:
             names.append(f"checkpoint_epoch_{epochs}.pt")
         meta = {
             "world_size": run.world.size,
@@ -328,7 +345,7 @@ class Trainer:
             "config": json.loads(run.config.model_dump_json()),
             "versions": versions(),
         }
-        parts = snapshot(run.parts()) if run.world.is_first else {}
+        parts = together(run.world, lambda: snapshot(run.parts()) if run.world.is_first else {})
         # Written before the checkpoint can exist: a resume from it must find this in the record.
         path = str(run.store.path(step))
         self.events.write("checkpoint", step, path=path, stall_s=time.monotonic() - began)
@@ -347,10 +364,15 @@ class Trainer:
         together(run.world, hand_over)
 
     def _is_best(self) -> bool:
-        """Say whether the evaluation of this very step is the best so far."""
+        """Say whether the present metrics are the best so far, and remember it."""
         progress, evaluation = self.run.progress, self.run.config.evaluation
         value = self.metrics.get(evaluation.best_metric)
-        if value is None or self.evaluated_step != progress.step:
+        if value is None:
+            raise ConfigError(
+                f"evaluation.best_metric={evaluation.best_metric!r} is not measured",
+                f"one of {', '.join(self.metrics) or 'none'}",
+            )
+        if not math.isfinite(value):
             return False
         sign = 1 if evaluation.best_is == "lowest" else -1
         if progress.best is not None and sign * value >= sign * progress.best:

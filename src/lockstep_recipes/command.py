@@ -5,6 +5,7 @@ recipe's `flags.py` lists its own.
 """
 
 import argparse
+import io
 import sys
 import time
 import traceback
@@ -19,9 +20,14 @@ from lockstep.trainer import RunResult, fit
 
 Build = Callable[[Sequence[str]], tuple[Task, RunConfig]]
 
-EXIT_CODES = """exit codes: 0 finished; 2 the request or the data cannot work, nothing was lost;
+EXIT_CODES = """exit codes: 0 finished; 2 the request or the data cannot work, what was trained is saved;
 3 the loss is no longer a number; 130, 143, 138, 129 saved and left after Ctrl-C, SIGTERM,
 SIGUSR1, SIGHUP"""
+
+
+SPEAK_FIRST_S = 3.0
+"""What all ranks share, the first says, and its launcher then ends the others; what only another
+rank meets (no GPU for it, say), that one says, should it live so long."""
 
 
 class Flags(argparse.ArgumentParser):
@@ -66,14 +72,19 @@ def _underscored(word: str) -> str:
 
 def train(build: Build, argv: Sequence[str]) -> NoReturn:
     """Build a task and a config from `argv`, train, and end the process with the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may not know every letter
     try:
         code = _say(fit(*build(argv)))
     except LockstepError as error:
         code = error.exit_code
-        if launched_rank() == 0:
+        if launched_rank() != 0:
+            time.sleep(SPEAK_FIRST_S)
+        if launched_rank() == 0 or not error.is_shared:
             print(f"lockstep: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(1)  # a launcher ends all ranks with the first to leave; let rank 0 speak
+    except KeyboardInterrupt:
+        code = 130
     except SystemExit as finished:  # --help
         code = int(finished.code or 0)
     except BaseException:

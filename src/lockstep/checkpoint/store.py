@@ -20,6 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from lockstep.agreement import together
 from lockstep.checkpoint.layout import (
     MANIFEST,
     STEP_FOLDER,
@@ -31,7 +34,7 @@ from lockstep.checkpoint.layout import (
 )
 from lockstep.checkpoint.layout import Checkpoint as Checkpoint
 from lockstep.checkpoint.lock import FolderLock as FolderLock
-from lockstep.checkpoint.state import flatten
+from lockstep.checkpoint.state import flatten, load_model_state
 from lockstep.errors import CheckpointError, closest
 from lockstep.parallel import bare
 from lockstep.runtime import World
@@ -169,9 +172,12 @@ class CheckpointStore:
 
         For a loop of your own: `store.save_from(world, loader.step, model=model, ...)`.
         """
-        if world.is_first:
-            self.save(step, {name: bare(o).state_dict() for name, o in objects.items()}, {})
-        world.barrier()
+
+        def save() -> None:
+            if world.is_first:
+                self.save(step, {name: bare(o).state_dict() for name, o in objects.items()}, {})
+
+        together(world, save)
 
     def load_into(self, **objects: Any) -> int:
         """Give each object the state it had at the newest good checkpoint; return its step, or 0.
@@ -185,7 +191,10 @@ class CheckpointStore:
         if checkpoint is None:
             return 0
         for name, target in objects.items():
-            bare(target).load_state_dict(checkpoint.load(name))
+            if isinstance(target, nn.Module):
+                load_model_state(bare(target), checkpoint.load(name))
+            else:
+                target.load_state_dict(checkpoint.load(name))
         return checkpoint.step
 
     def set_aside_after(self, step: int) -> list[Path]:
@@ -197,7 +206,8 @@ class CheckpointStore:
         """
         moved = []
         aliases = self.aliases()
-        for old in (self.path(newer) for newer in self.steps() if newer > step):
+        newest_first = reversed([newer for newer in self.steps() if newer > step])
+        for old in map(self.path, newest_first):  # or a kill midway would leave the newest in place
             names = (old.with_name(f"superseded_{n}_{old.name}") for n in itertools.count(1))
             new = next(name for name in names if not name.exists())
             try:

@@ -1,9 +1,10 @@
 """To the device, from page-locked memory, without waiting for the copy.
 
 Owns: how a batch travels. Does not own: when; the trainer asks for the next
-batch while the device is busy with the present one, so the copy hides behind it.
+batch while the device is busy with the present one, so the host never waits.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,9 @@ def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
-        return type(tree)((key, _map(value, change)) for key, value in tree.items())
+        moved = copy.copy(tree)  # whatever kind of dict it is
+        moved.update((key, _map(value, change)) for key, value in tree.items())
+        return moved
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_map(value, change) for value in tree))
     if isinstance(tree, list | tuple):

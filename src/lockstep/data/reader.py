@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.data.feed import pin
 from lockstep.data.order import Ids, Leaf, Order
@@ -48,7 +48,8 @@ class MicroBatch:
 
 def is_stream(dataset: Any) -> bool:
     """Say whether samples can only be had one after the other."""
-    return not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return isinstance(dataset, IterableDataset) or not indexed
 
 
 @dataclass

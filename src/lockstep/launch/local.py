@@ -16,7 +16,7 @@ STOPPING: dict[str, Any] = {
     # Passed on to every rank; SLURM announces the time limit with SIGUSR1.
     "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     # How long ranks that were told to stop may save; who signals twice need not wait.
-    "shutdown_timeout": 300,
+    "shutdown_timeout": 90,
 }
 """How the agent passes a stop on, where this version of torch lets us say."""
 

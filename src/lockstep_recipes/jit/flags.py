@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig
+from lockstep.errors import DataError
 from lockstep.parse import parse_model
 from lockstep.runtime import is_rehearsal, launched_rank
 from lockstep_recipes.command import Flags
@@ -35,7 +36,7 @@ def flags() -> Flags:
     add("--data_format", choices=["auto", "images", "text"], default="auto")
     add(
         "--sample_data",
-        type=int,
+        type=_count,
         metavar="N",
         help="train on N generated images instead of --data_path",
     )
@@ -93,12 +94,20 @@ def flags() -> Flags:
     return parser
 
 
+def _count(text: str) -> int:
+    """Read a number of images that can be drawn in reasonable time."""
+    if not 0 < int(text) <= 10**7:
+        raise ValueError(text)
+    return int(text)
+
+
 def build(argv: Sequence[str]) -> tuple[JiTTask, RunConfig]:
     """Turn the command line into what `fit` takes."""
     args = flags().read(argv)
     if is_rehearsal():
         rehearse(args)
     elif args.sample_data:
+        parse_model(JiTConfig, task_values(args))  # before anything is drawn
         args.data_path = _sample_data(args, args.sample_data)
     task = JiTTask(parse_model(JiTConfig, task_values(args)))
     return task, RunConfig.parse(run_values(args)).with_overrides(args.set)
@@ -127,7 +136,10 @@ def rehearse(args: argparse.Namespace) -> None:
 
 def _sample_data(args: argparse.Namespace, count: int) -> str:
     folder = Path(args.output_dir) / "sample_data"
-    return str(make_images(folder, num=count, size=args.img_size, seed=args.seed))
+    try:
+        return str(make_images(folder, num=count, size=args.img_size, seed=args.seed))
+    except OSError as error:
+        raise DataError(f"cannot make images in {folder}: {error}", "another output_dir") from error
 
 
 def task_values(args: argparse.Namespace) -> dict[str, Any]:
@@ -163,7 +175,7 @@ def run_values(args: argparse.Namespace) -> dict[str, Any]:
         "schedule": {"warmup_epochs": args.warmup_epochs},
         "loader": {"num_workers": args.num_workers, "on_bad_sample": args.on_bad_image},
         "evaluation": {"every_epochs": args.eval_interval},
-        "checkpoint": {"every_epochs": args.save_interval},
+        "checkpoint": {"every_epochs": args.save_interval, "name_epochs": True},
         "sinks": {
             "tensorboard": args.tensorboard,
             "wandb": args.use_wandb,

@@ -58,6 +58,13 @@ def check(ended, *words: str, code: int = 2) -> None:
         (["--resume", "checkpoint_epoch_9.pt"], ["checkpoint_epoch_9.pt"]),
         (["--inception_weights", "nowhere.pth"], ["nowhere.pth"]),
         (["--label_drop", "2"], ["label_drop", "2"]),
+        (["--set", "seed=[1"], ["[1", "not a value"]),
+        (["--set", "timeout_s=1e300"], ["timeout_s"]),
+        (["--warmup_epochs", "1e308"], ["warmup_epochs"]),
+        (["--lr", "inf"], ["lr"]),
+        (["--ema_decays", "2"], ["averages", "2"]),
+        (["--sample_data", "0"], ["--sample_data", "0"]),
+        (["--sample_data", "9", "--img_size", "0"], ["image_size"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
