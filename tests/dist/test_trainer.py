@@ -1,0 +1,552 @@
+"""A whole run: the same numbers on every rank and for every number of them; failing together."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
+from lockstep.data.order import Ids, Leaf, Order, Shuffled, leaves_of
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, NonFiniteError
+from lockstep.plan import BatchPlan
+from lockstep.task import Context
+from lockstep.testing import TinyTask, run_ranks
+
+NUM_SAMPLES = 20
+TIMES = re.compile(r"time|.*_s|samples_per_second|.*_share|path")
+
+
+def config_for(folder: Path, **changes: Any) -> RunConfig:
+    values = {
+        "output_dir": str(folder),
+        "epochs": 2,
+        "batch": {"batch_size": 2, "global_batch_size": 8, "drop_last": False},
+        "rate": {"lr": 0.05},
+        "evaluation": {"every_steps": 3, "save_best": False},
+        "checkpoint": {"every_steps": 2},
+        "sinks": {"curves": False},
+        "log_every": 1,
+        "device": "cpu",
+        "timeout_s": 20,
+    }
+    return RunConfig.parse(values | changes)
+
+
+def run(
+    folder: Path,
+    num_ranks: int,
+    build: Callable[[], TinyTask] = lambda: TinyTask(NUM_SAMPLES),
+    before: Callable[[], None] = lambda: None,
+    **changes: Any,
+) -> list[Any]:
+    """Run `fit`; return each rank's result, or its error as (class, text, exit code)."""
+
+    def one_rank() -> Any:
+        before()
+        try:
+            return fit(build(), config_for(folder, **changes))
+        except LockstepError as error:
+            return type(error).__name__, str(error), error.exit_code
+
+    return run_ranks(num_ranks, one_rank, timeout_s=30)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    checkpoint, _ = store(folder).latest()
+    assert checkpoint is not None
+    return checkpoint.load("model")
+
+
+def store(folder: Path) -> CheckpointStore:
+    return CheckpointStore(folder / "checkpoints", recipe="tiny")
+
+
+def events(folder: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder, rank) if event["event"] == kind]
+
+
+def verdicts(folder: Path) -> list[str]:
+    return [event["message"] for event in events(folder, "epoch")]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Return what the checkpoints consist of."""
+    found = (path for path in (folder / "checkpoints").rglob("*") if path.is_file())
+    return {str(path): path.read_bytes() for path in found if path.name != "lock"}
+
+
+# --- The same numbers everywhere --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    run(folder, 1)
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_number_in_the_log_is_that_of_the_whole_run(
+    num_ranks: int, of_one: Path, tmp_path: Path
+) -> None:
+    run(tmp_path, num_ranks)
+    for kind in ("step", "epoch", "evaluation"):
+        first = events(tmp_path, kind)
+        for rank in range(1, num_ranks):
+            for ours, theirs in zip(first, events(tmp_path, kind, rank), strict=True):
+                ours, theirs = (
+                    {k: v for k, v in e.items() if k != "time" and not k.startswith("local_")}
+                    for e in (ours, theirs)
+                )
+                assert ours == theirs, "no rank prints a number of its own"
+        for many, one in zip(first, events(of_one, kind), strict=True):
+            many, one = (
+                {k: v for k, v in e.items() if not TIMES.fullmatch(k)} for e in (many, one)
+            )
+            many.pop("local_step_time_s", None)
+            assert many.keys() == one.keys()
+            for name, value in one.items():
+                exact = isinstance(value, str | int) or value is None
+                expected = value if exact else pytest.approx(value, rel=1e-12, nan_ok=True)
+                assert many[name] == expected, (kind, name)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_whole_run_ends_with_the_weights_of_one_rank(
+    num_ranks: int, of_one: Path, tmp_path: Path
+) -> None:
+    run(tmp_path, num_ranks)
+    for name, tensor in weights(of_one).items():
+        torch.testing.assert_close(weights(tmp_path)[name], tensor, rtol=0, atol=1e-12)
+
+
+# --- Each sample once -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_an_epoch_says_that_each_sample_was_used_once(num_ranks: int, tmp_path: Path) -> None:
+    run(tmp_path, num_ranks)
+    assert verdicts(tmp_path) == ["20 of 20 samples, each once"] * 2
+
+
+def test_what_is_dropped_is_said(tmp_path: Path) -> None:
+    run(tmp_path, 2, batch={"batch_size": 2, "global_batch_size": 8})
+    assert verdicts(tmp_path) == ["16 of 16 samples, each once"] * 2
+
+
+class RepeatingOrder:
+    """Visits sample 7 twice and sample 8 never."""
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        ids = Shuffled(NUM_SAMPLES, seed=0).ids(epoch, start, stop)
+        return np.where(ids == 8, 7, ids)
+
+
+class RepeatingTask(TinyTask):
+    def order(self, data: Any, seed: int) -> Order | None:
+        return RepeatingOrder()
+
+
+def test_an_order_that_repeats_a_sample_is_found_out(tmp_path: Path) -> None:
+    run(tmp_path, 2, lambda: RepeatingTask(NUM_SAMPLES))
+    assert verdicts(tmp_path) == ["20 of 20 samples, NOT each once"] * 2
+
+
+def test_an_order_that_repeats_a_sample_is_found_out_where_others_are_dropped(
+    tmp_path: Path,
+) -> None:
+    batch = {"batch_size": 2, "global_batch_size": 6}
+    run(tmp_path, 1, lambda: RepeatingTask(NUM_SAMPLES), batch=batch)
+    honest = [len(set(RepeatingOrder().ids(e, 0, 18).tolist())) == 18 for e in range(2)]
+    assert not any(honest)
+    assert [e["each_once"] for e in events(tmp_path, "epoch")] == honest
+
+
+def test_a_loader_that_reads_a_micro_batch_twice_is_found_out(tmp_path: Path) -> None:
+    def stutter(plan: BatchPlan, step: int, rank: int) -> list[Leaf]:
+        leaves = leaves_of(plan, step, rank)
+        return leaves_of(plan, 0, rank)[: len(leaves)] if step == 1 else leaves
+
+    def plant() -> None:
+        import lockstep.data.loader
+
+        lockstep.data.loader.leaves_of = stutter
+
+    run(tmp_path, 2, before=plant)
+    assert verdicts(tmp_path) == ["20 of 20 samples, NOT each once", "20 of 20 samples, each once"]
+
+
+# --- Bad samples ------------------------------------------------------------------------
+
+
+class Holed:
+    def __init__(self, samples: list[Any], bad: tuple[int, ...]) -> None:
+        self.samples, self.bad = samples, bad
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise OSError("truncated file")
+        return self.samples[index]
+
+
+class HoledTask(TinyTask):
+    bad: tuple[int, ...] = (5, 12)
+
+    def train_data(self) -> Any:
+        return Holed(super().train_data(), self.bad)
+
+
+class OneHoleTask(HoledTask):
+    bad = (5,)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_sample_that_one_rank_meets_is_raised_on_all(
+    num_workers: int, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    errors = run(tmp_path, 2, lambda: OneHoleTask(NUM_SAMPLES), loader={"num_workers": num_workers})
+    assert time.monotonic() - began < 10
+    assert errors[0] == errors[1]
+    kind, text, exit_code = errors[0]
+    assert (kind, exit_code) == ("DataError", 2)
+    assert re.match(r"rank [01]: sample 5 cannot be read: OSError: truncated file", text)
+
+
+def test_a_batch_that_one_rank_cannot_put_together_is_raised_on_all(tmp_path: Path) -> None:
+    class RaggedTask(TinyTask):
+        def collate(self, samples: list[Any]) -> Any:
+            if any(
+                float(s["x"][0]) == float(TinyTask(20).train_data()[5]["x"][0]) for s in samples
+            ):
+                raise ValueError("ragged")
+            return super().collate(samples)
+
+    errors = run(tmp_path, 2, lambda: RaggedTask(NUM_SAMPLES))
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "DataError"
+    assert "sample 5" in errors[0][1]
+
+
+def test_bad_samples_are_skipped_alike_for_every_number_of_ranks(tmp_path: Path) -> None:
+    found = {}
+    for num_ranks in (1, 2, 3):
+        folder = tmp_path / str(num_ranks)
+        skip = {"on_bad_sample": "skip"}
+        results = run(folder, num_ranks, lambda: HoledTask(NUM_SAMPLES), loader=skip)
+        assert [result.step for result in results] == [6] * num_ranks
+        found[num_ranks] = weights(folder)
+        skipped = [
+            event["sample"]
+            for rank in range(num_ranks)
+            for event in events(folder, "sample_skipped", rank)
+        ]
+        assert sorted(skipped) == [5, 5, 12, 12], "each in each epoch"
+        assert verdicts(folder) == ["20 of 20 samples, each once"] * 2
+    for num_ranks in (2, 3):
+        for name, tensor in found[1].items():
+            torch.testing.assert_close(found[num_ranks][name], tensor, rtol=0, atol=1e-12)
+
+
+# --- Streams ----------------------------------------------------------------------------
+
+
+class StreamTask(TinyTask):
+    def train_data(self) -> Any:
+        samples = super().train_data()
+
+        class Stream:
+            def __iter__(self) -> Iterator[Any]:
+                return iter(samples)
+
+        return Stream()
+
+
+def test_a_stream_trains_the_same_on_every_number_of_ranks(tmp_path: Path) -> None:
+    for num_ranks in (1, 2):
+        changes = {"epochs": None, "max_steps": 4}
+        results = run(
+            tmp_path / str(num_ranks), num_ranks, lambda: StreamTask(NUM_SAMPLES), **changes
+        )
+        assert [result.step for result in results] == [4] * num_ranks
+    for name, tensor in weights(tmp_path / "1").items():
+        torch.testing.assert_close(weights(tmp_path / "2")[name], tensor, rtol=0, atol=1e-12)
+
+
+def test_a_stream_without_a_number_of_steps_is_refused(tmp_path: Path) -> None:
+    errors = run(tmp_path, 2, lambda: StreamTask(NUM_SAMPLES))
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ConfigError"
+    assert "max_steps=" in errors[0][1]
+
+
+# --- No longer a number -----------------------------------------------------------------
+
+
+class ExplodingTask(TinyTask):
+    """Loses its numbers in step 4 (counted from 1), on one micro-batch of one rank."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        part = super().loss(model, batch, context)
+        bad = context.training and (context.step, context.place) == (3, 1)
+        return PartialLoss(part.loss_sum * (float("nan") if bad else 1), part.weight, part.parts)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loss_that_is_no_number_ends_all_ranks_and_is_not_saved(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    run(tmp_path / "before", num_ranks, max_steps=2)
+    errors = run(tmp_path / "run", num_ranks, lambda: ExplodingTask(NUM_SAMPLES))
+    assert errors == errors[:1] * num_ranks
+    kind, text, exit_code = errors[0]
+    assert (kind, exit_code) == (NonFiniteError.__name__, 3)
+    assert text.startswith("step 4: loss nan")
+    checkpoint, rejected = store(tmp_path / "run").latest()
+    assert checkpoint is not None
+    assert (checkpoint.step, rejected) == (2, [])
+    for name, tensor in weights(tmp_path / "before").items():
+        assert torch.equal(checkpoint.load("model")[name], tensor)
+    assert not any(event["step"] > 3 for event in read_events(tmp_path / "run"))
+
+
+# --- A save that fails ------------------------------------------------------------------
+
+
+def break_saving() -> None:
+    def save(self: CheckpointStore, step: int, *_: object) -> Path:
+        if step == 2:
+            raise CheckpointError("disk quota exceeded", "make room")
+        raise AssertionError("nobody looked after the first failure")
+
+    CheckpointStore.save = save  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_save_that_fails_is_raised_on_all_ranks(
+    num_ranks: int, background: bool, tmp_path: Path
+) -> None:
+    errors = run(
+        tmp_path,
+        num_ranks,
+        before=break_saving,
+        checkpoint={"every_steps": 2, "background": background},
+    )
+    assert errors == errors[:1] * num_ranks
+    assert errors[0][0] == "CheckpointError"
+    assert "disk quota exceeded" in errors[0][1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_save_that_fails_late_is_raised_on_all_ranks(num_ranks: int, tmp_path: Path) -> None:
+    """It is noticed where the next save waits for it, not at the next step."""
+
+    def plant() -> None:
+        def save(*_: object) -> Path:
+            time.sleep(1)
+            raise CheckpointError("disk quota exceeded", "make room")
+
+        CheckpointStore.save = save  # type: ignore[method-assign]
+
+    errors = run(tmp_path, num_ranks, before=plant, checkpoint={"every_steps": 1})
+    assert errors == errors[:1] * num_ranks
+    assert errors[0][0] == "CheckpointError"
+
+
+# --- Complete, never, discard -----------------------------------------------------------
+
+
+def test_a_complete_run_says_so_and_changes_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, 2)
+    before, read = files(tmp_path), read_events(tmp_path)
+    capfd.readouterr()
+    results = run(tmp_path, 2)
+    assert [(result.step, result.exit_code) for result in results] == [(6, 0)] * 2
+    assert "nothing to do: the run is complete at step 6" in capfd.readouterr().out
+    assert files(tmp_path) == before
+    assert read_events(tmp_path) == read
+
+
+def test_never_refuses_a_folder_that_holds_a_run(tmp_path: Path) -> None:
+    run(tmp_path, 2)
+    before = files(tmp_path)
+    errors = run(tmp_path, 2, resume="never")
+    assert errors[0] == errors[1]
+    assert errors[0][0] == ConfigError.__name__
+    assert "resume is 'never'" in errors[0][1]
+    assert files(tmp_path) == before
+    assert run(tmp_path / "new", 1, resume="never")[0].step == 6
+
+
+def test_discard_starts_over(of_one: Path, tmp_path: Path) -> None:
+    run(tmp_path, 1, rate={"lr": 0.01})
+    other = weights(tmp_path)
+    assert run(tmp_path, 1, resume="discard")[0].step == 6
+    for name, tensor in weights(of_one).items():
+        assert torch.equal(weights(tmp_path)[name], tensor)
+        assert not torch.equal(other[name], tensor)
+    assert len(events(tmp_path, "epoch")) == 2
+
+
+def test_a_longer_run_goes_on_from_a_complete_one(of_one: Path, tmp_path: Path) -> None:
+    run(tmp_path, 1, epochs=1)
+    assert run(tmp_path, 1, epochs=2)[0].step == 6
+    for name, tensor in weights(of_one).items():
+        assert torch.equal(weights(tmp_path)[name], tensor)
+
+
+# --- Changed numbers --------------------------------------------------------------------
+
+
+def test_a_changed_batch_is_refused_on_all_ranks_and_nothing_is_touched(tmp_path: Path) -> None:
+    run(tmp_path, 2, epochs=1)
+    before = files(tmp_path)
+    errors = run(tmp_path, 2, batch={"batch_size": 4, "global_batch_size": 8, "drop_last": False})
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ConfigError"
+    assert "batch_size 2 -> 4" in errors[0][1]
+    assert files(tmp_path) == before
+
+
+def test_an_accepted_larger_batch_finishes_the_epochs_that_were_asked_for(tmp_path: Path) -> None:
+    """Steps get fewer; what was consumed stays consumed."""
+    run(tmp_path, 1, epochs=1, batch={"batch_size": 2, "drop_last": False})
+    assert store(tmp_path).steps()[-1] == 10
+    batch = {"batch_size": 4, "drop_last": False}
+    run(tmp_path, 1, batch=batch, accept_changes=True)
+    checkpoint, _ = store(tmp_path).latest()
+    assert checkpoint is not None
+    assert checkpoint.meta["consumed"] == 2 * NUM_SAMPLES
+    assert events(tmp_path, "epoch")[-1]["message"] == "20 of 20 samples, each once"
+
+
+def test_a_run_sent_back_to_an_older_checkpoint_is_not_overtaken_by_what_it_left(
+    of_one: Path, tmp_path: Path
+) -> None:
+    run(tmp_path, 1)
+    changes = {"rate": {"lr": 0.01}, "accept_changes": True}
+    run(tmp_path, 1, resume=str(store(tmp_path).path(2)), **changes)
+    sent_back = weights(tmp_path)
+    assert store(tmp_path).steps()[-1] == 6
+    name = "0.weight"
+    assert not torch.equal(sent_back[name], weights(of_one)[name])
+
+
+def test_another_seed_in_mid_epoch_is_refused(tmp_path: Path) -> None:
+    """It would be another order: some samples twice, some never."""
+    run(tmp_path, 1, max_steps=2)
+    (refused,) = run(tmp_path, 1, seed=1)
+    assert isinstance(refused, tuple), "it went on"
+    assert refused[0] == "ConfigError"
+    assert "seed 0 -> 1" in refused[1]
+
+
+class Scored(TinyTask):
+    """Reports a metric that is best in the second evaluation, and no number in the third."""
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> dict[str, float]:
+        return {"score": {2: 0.5, 4: 0.1, 6: float("nan"), 8: 0.3}.get(context.step, 9.0)}
+
+
+def test_the_best_evaluation_is_saved_and_named_whenever_it_comes(tmp_path: Path) -> None:
+    best = {"every_steps": 2, "best_metric": "score", "save_best": True}
+    run(tmp_path, 2, lambda: Scored(NUM_SAMPLES), evaluation=best, checkpoint={"every_steps": 3})
+    assert store(tmp_path).open("best_model.pt").step == 4
+
+
+def test_a_best_metric_that_is_not_measured_is_refused(tmp_path: Path) -> None:
+    best = {"every_steps": 2, "best_metric": "scoer", "save_best": True}
+    errors = run(tmp_path, 2, lambda: Scored(NUM_SAMPLES), evaluation=best)
+    assert errors[0][0] == errors[1][0] == "ConfigError"
+    assert "'scoer' is not measured" in errors[0][1]
+
+
+class Frozen(TinyTask):
+    """A part of the model is in evaluation mode, for good."""
+
+    def build_model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+        model[1].eval()
+        return model
+
+
+def test_a_part_in_evaluation_mode_stays_there_after_an_evaluation(tmp_path: Path) -> None:
+    for name, every in (("evaluated", 1), ("not", 100)):
+        changes = {"evaluation": {"every_steps": every, "save_best": False}, "max_steps": 5}
+        run(tmp_path / name, 1, lambda: Frozen(NUM_SAMPLES), **changes)
+    for name, weight in weights(tmp_path / "not").items():
+        assert torch.equal(weights(tmp_path / "evaluated")[name], weight), name
+
+
+def test_ranks_that_were_told_different_things_are_refused(tmp_path: Path) -> None:
+    def one_rank() -> str:
+        lr = 0.1 if os.environ["RANK"] == "0" else 0.2
+        try:
+            fit(TinyTask(NUM_SAMPLES), config_for(tmp_path, rate={"lr": lr}))
+        except LockstepError as error:
+            return str(error)
+        return "finished"
+
+    for said in run_ranks(2, one_rank, timeout_s=30):
+        assert "ranks 0 and 1 see different settings" in said
+
+
+def test_changed_optimizer_settings_need_a_word(tmp_path: Path) -> None:
+    class Decayed(TinyTask):
+        def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.3)
+
+    run(tmp_path, 1, max_steps=2)
+    (refused,) = run(tmp_path, 1, lambda: Decayed(NUM_SAMPLES))
+    assert refused[0] == "ConfigError"
+    assert "weight_decay 0.01 -> 0.3" in refused[1]
+    run(tmp_path, 1, lambda: Decayed(NUM_SAMPLES), accept_changes=True)
+    checkpoint, _ = store(tmp_path).latest()
+    assert checkpoint is not None
+    assert checkpoint.load("optimizer")["param_groups"][0]["weight_decay"] == 0.3
+
+
+def test_a_refused_run_discards_and_overwrites_nothing(tmp_path: Path) -> None:
+    class Missing(TinyTask):
+        def train_data(self) -> list[dict[str, Tensor]]:
+            raise ConfigError("no such folder", "another")
+
+    run(tmp_path, 1, max_steps=2)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (refused,) = run(tmp_path, 1, lambda: Missing(NUM_SAMPLES), resume="discard", seed=5)
+    assert refused[0] == "ConfigError"
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_good_steps_are_saved_before_a_bad_sample_ends_the_run(tmp_path: Path) -> None:
+    class Holed(list[dict[str, Tensor]]):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:  # type: ignore[override]
+            if index == 7:
+                raise ValueError("torn")
+            return super().__getitem__(index)
+
+    class Task(TinyTask):
+        def train_data(self) -> list[dict[str, Tensor]]:
+            return Holed(super().train_data())
+
+    errors = run(tmp_path, 2, lambda: Task(NUM_SAMPLES), checkpoint={"every_steps": 100})
+    assert {error[0] for error in errors} == {"DataError"}
+    checkpoint, _ = store(tmp_path).latest()
+    assert checkpoint is not None
+    assert checkpoint.step == events(tmp_path, "step")[-1]["step"] > 0
