@@ -35,12 +35,17 @@ def is_rehearsal() -> bool:
     return os.environ.get("LOCKSTEP_REHEARSAL", "0") not in ("", "0")
 
 
-def launched_rank() -> int:
-    """Return this process's rank without joining anything; 0 when the variables make no sense."""
+def launched() -> Launch:
+    """Return who this process is without joining anything; alone if the variables make no sense."""
     try:
-        return detect_launch(os.environ).rank
+        return detect_launch(os.environ)
     except LaunchError:
-        return 0
+        return Launch()
+
+
+def launched_rank() -> int:
+    """Return this process's rank without joining anything."""
+    return launched().rank
 
 
 def group_timeout_s(configured: float) -> float:

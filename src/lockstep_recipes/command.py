@@ -20,9 +20,9 @@ from lockstep.trainer import RunResult, fit
 
 Build = Callable[[Sequence[str]], tuple[Task, RunConfig]]
 
-EXIT_CODES = """exit codes: 0 finished; 2 the request or the data cannot work, what was trained is saved;
-3 the loss is no longer a number; 130, 143, 138, 129 saved and left after Ctrl-C, SIGTERM,
-SIGUSR1, SIGHUP"""
+EXIT_CODES = """exit codes: 0 finished; 2 the request or the data cannot work (what was trained
+is saved); 3 the loss is no longer a number; 130, 143, 138, 129 saved and left after Ctrl-C,
+SIGTERM, SIGUSR1, SIGHUP"""
 
 
 SPEAK_FIRST_S = 3.0

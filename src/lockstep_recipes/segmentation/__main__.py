@@ -1,0 +1,9 @@
+"""`python -m lockstep_recipes.segmentation`: what `lockstep run segmentation` starts on a rank."""
+
+import sys
+
+from lockstep_recipes.command import train
+from lockstep_recipes.segmentation.flags import build
+
+if __name__ == "__main__":
+    train(build, sys.argv[1:])

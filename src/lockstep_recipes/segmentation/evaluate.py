@@ -1,0 +1,158 @@
+"""What is measured and drawn: a confusion matrix over ranks, windows over scales, pictures.
+
+Owns: IoU and accuracy, the sliding-window prediction, the colours of classes. Does not
+own: which images are held out, nor when to look at them.
+
+Shapes: H x W pixels, K classes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from lockstep.runtime import World
+from lockstep_recipes.segmentation.data import CLASS_NAMES
+from lockstep_recipes.segmentation.labels import IGNORE
+
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+"""Of ImageNet, which published weights were trained on."""
+TEST_SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
+TEST_WINDOW = 465
+
+
+def normalise(image: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn bytes (B, 3, H, W) into what the network sees."""
+    mean, std = (
+        torch.tensor(v, dtype=dtype, device=image.device)[:, None, None] for v in (MEAN, STD)
+    )
+    scaled = (image.to(dtype) / 255 - mean) / std
+    return scaled.contiguous(memory_format=torch.channels_last)
+
+
+class Confusion:
+    """How many pixels of class t (row) were taken for class p (column); 255 is not counted."""
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        self.matrix = torch.zeros(num_classes, num_classes, dtype=torch.int64)
+
+    def reset(self) -> None:
+        """Forget all pixels."""
+        self.matrix = torch.zeros_like(self.matrix)
+
+    def update(self, predicted: Tensor, truth: Tensor) -> None:
+        """Count the pixels of one batch."""
+        k = self.num_classes
+        pairs = torch.where(truth == IGNORE, k * k, truth.long() * k + predicted)
+        counted = torch.bincount(pairs.flatten(), minlength=k * k + 1)[:-1].view(k, k)
+        self.matrix = self.matrix.to(counted.device) + counted
+
+    def compute(self, world: World) -> dict[str, float]:
+        """Return mIoU, pixel accuracy and each class's IoU over all ranks' pixels. Collective.
+
+        Classes that neither occur nor were predicted have no IoU, and no part in the mean.
+        """
+        matrix = world.all_sum(self.matrix.to(world.device)).double().cpu()
+        hit, union = matrix.diag(), matrix.sum(0) + matrix.sum(1) - matrix.diag()
+        seen = union > 0
+        iou = hit / union.clamp(min=1)
+        names = class_names(self.num_classes)
+        measured = {
+            "miou": float(iou[seen].mean()) if seen.any() else 0.0,
+            "pixel_accuracy": float(hit.sum() / matrix.sum().clamp(min=1)),
+        }
+        return measured | {f"iou_{names[i]}": float(iou[i]) for i in range(len(iou)) if seen[i]}
+
+
+def class_names(num_classes: int) -> Sequence[str]:
+    """Return what VOC's or CamVid's classes are called, or numbers."""
+    known = CLASS_NAMES.get(num_classes)
+    return known.split() if known else [f"{index:02d}" for index in range(num_classes)]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch to running statistics inside the block, and back."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def window_starts(length: int, window: int) -> list[int]:
+    """Return where windows begin along one side: two thirds apart, the last one at the end.
+
+    >>> window_starts(1000, 465), window_starts(300, 465)
+    ([0, 310, 535], [0])
+    """
+    last = max(0, length - window)
+    return [*range(0, last, math.ceil(window * 2 / 3)), last]
+
+
+def predict_in_windows(
+    model: nn.Module,
+    image: Tensor,
+    scales: Sequence[float] = TEST_SCALES,
+    window: int = TEST_WINDOW,
+) -> Tensor:
+    """Return the mean class probabilities (K, H, W) of a normalised image (3, H, W).
+
+    At each scale, windows slide over the image and overlap; a pixel's probability is the
+    mean over the windows that see it, then over scales.
+    """
+    size = image.shape[1:]
+    total = torch.zeros(())
+    for scale in scales:
+        scaled_size = [max(1, round(n * scale)) for n in size]
+        scaled = F.interpolate(image[None], scaled_size, mode="bilinear", align_corners=False)
+        padding = [max(0, window - n) for n in scaled_size]
+        scaled = F.pad(scaled, (0, padding[1], 0, padding[0]))  # 0 is ImageNet's mean
+        summed, seen = torch.zeros(()), scaled.new_zeros(scaled.shape[2:])
+        for top in window_starts(scaled.shape[2], window):
+            for left in window_starts(scaled.shape[3], window):
+                here = slice(top, top + window), slice(left, left + window)
+                logits = model(scaled[..., here[0], here[1]])[0]
+                if summed.ndim == 0:
+                    summed = logits.new_zeros(logits.shape[1], *seen.shape)
+                summed[:, here[0], here[1]] += logits[0].softmax(dim=0)
+                seen[here] += 1
+        mean = (summed / seen)[:, : scaled_size[0], : scaled_size[1]]
+        restored = F.interpolate(mean[None], size, mode="bilinear", align_corners=False)
+        total = total.to(restored) + restored[0]
+    return total / len(scales)
+
+
+def palette() -> NDArray[np.uint8]:
+    """Return VOC's colour for each index: the bits of the index, spread over red, green, blue."""
+    index = np.arange(256)
+    colours = np.zeros((256, 3), dtype=np.uint8)
+    for triple in range(3):
+        for channel in range(3):
+            bit = index >> (3 * triple + channel) & 1
+            colours[:, channel] |= (bit << (7 - triple)).astype(np.uint8)
+    return colours
+
+
+def draw_rows(rows: Sequence[tuple[NDArray[np.uint8], ...]], path: Path) -> None:
+    """Write a picture: one row per image, with its truth and its prediction in colours."""
+    colours = palette()
+    strips = []
+    for image, *maps in rows:
+        parts = [image, *(colours[plane] for plane in maps)]
+        strips.append(np.concatenate([np.pad(p, ((2, 2), (2, 2), (0, 0))) for p in parts], axis=1))
+    width = max(strip.shape[1] for strip in strips)
+    padded = [np.pad(s, ((0, 0), (0, width - s.shape[1]), (0, 0))) for s in strips]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.concatenate(padded)).save(path)

@@ -1,0 +1,329 @@
+"""Scribble segmentation as a task: five terms, each a mean over units of its own.
+
+Owns: the terms and their weights, what an evaluation measures, says and draws. Does
+not own: the network, the files, the loop.
+
+L = l_segs   mean over scribbled pixels of        cross-entropy
+  + l_pesudo mean over pseudo-labelled pixels of  smoothed cross-entropy
+  + l_ds     mean over pixels near scribbles of   entropy x d_s / 255
+  + l_dc     mean over pixels off contours of     entropy x d_c / 255
+  + l_lorm   mean over foreground positions of    LoRM's error
+
+Scribbled pixels differ wildly between images, so each mean is over the whole step:
+the core counts first, and a rank without a scribble adds nothing and waits for nobody.
+"""
+
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lockstep.errors import ConfigError, DataError
+from lockstep.plan import Contract
+from lockstep.runtime import World
+from lockstep.task import Context, PartialLoss, Task
+from lockstep_recipes.segmentation.data import (
+    MODES,
+    Augment,
+    Listing,
+    SegmentationData,
+    check_files,
+    choose_mode,
+    open_split,
+)
+from lockstep_recipes.segmentation.evaluate import (
+    Confusion,
+    draw_rows,
+    evaluating,
+    normalise,
+)
+from lockstep_recipes.segmentation.labels import IGNORE
+from lockstep_recipes.segmentation.model import SegmentationNet, load_backbone, shrink_labels
+
+Batch = Mapping[str, Tensor]
+
+
+class SegmentationConfig(BaseModel):
+    """Everything that makes one segmentation run differ from another, the loop aside."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: Path = Path("dataset/ScribbleSup/VOC2012")
+    mode: str = "auto"
+    pseudo: str | None = None
+    """The folder of pseudo-labels, if it has another name than usual."""
+    num_classes: int | None = Field(default=None, ge=2, le=IGNORE)
+    void: int | None = Field(default=None, ge=0, le=IGNORE)
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+
+    layers: int = 50
+    width: int = Field(default=64, ge=1)
+    lorm: bool = True
+    backbone_weights: Path | None = None
+
+    crop: tuple[int, int] = (465, 465)
+    scale: tuple[float, float] = (0.5, 2.0)
+    degrees: float = Field(default=10.0, ge=0, le=180)
+    blur: float = Field(default=1.5, ge=0)
+
+    l_segs: float = 1.0
+    l_pesudo: float = 1.0
+    l_ds: float = 1.0
+    l_dc: float = 1.0
+    l_lorm: float = 1.0
+    label_smooth: float = Field(default=0.1, ge=0, le=1)
+
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=5e-4, ge=0)
+    num_pictures: int = Field(default=4, ge=0)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Return each pixel's entropy: (B, K, H, W) to (B, H, W)."""
+    log_p = F.log_softmax(logits, dim=1)
+    return -(log_p.exp() * log_p).sum(dim=1)
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, smooth: float = 0.0) -> Tensor:
+    """Sum the (smoothed) cross-entropy over the labelled pixels."""
+    return F.cross_entropy(
+        logits, labels.long(), ignore_index=IGNORE, reduction="sum", label_smoothing=smooth
+    )
+
+
+class SegmentationTask(Task):
+    """Train a ResNet with ASPP, and LoRM beside it, on scribbles or on masks."""
+
+    name = "segmentation"
+
+    def __init__(self, config: SegmentationConfig) -> None:
+        self.config = config
+        self.skipped: list[str] = []
+        self._began = time.monotonic()
+        self._steps_per_epoch = 1
+
+    # --- data ---------------------------------------------------------------------------------
+
+    @cached_property
+    def listings(self) -> tuple[Listing, Listing]:
+        """What is trained on and what is held out.
+
+        Raises:
+            DataError: if a folder, a list or a file is missing.
+        """
+        config = self.config
+        train, val = (
+            open_split(
+                config.data,
+                split,
+                num_classes=config.num_classes,
+                void=config.void,
+                pseudo=config.pseudo,
+            )
+            for split in ("train", "val")
+        )
+        if "mask" not in val.folders:
+            raise DataError(
+                f"{config.data} has no masks to validate with", "a folder SegmentationClassAug"
+            )
+        return train, val
+
+    @cached_property
+    def mode(self) -> str:
+        """What is read beside the images, with "auto" decided."""
+        return choose_mode(self.config.mode, self.listings[0])
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are, background included."""
+        return self.listings[0].num_classes
+
+    def train_data(self) -> SegmentationData:
+        """Return the training samples, augmented."""
+        config = self.config
+        augment = Augment(config.crop, config.scale, config.degrees, config.blur)
+        return self._open(self.listings[0], MODES[self.mode], augment)
+
+    def eval_data(self) -> SegmentationData:
+        """Return the held-out images with their masks, as they are."""
+        return self._open(self.listings[1], ("mask",), None)
+
+    def _open(
+        self, listing: Listing, kinds: tuple[str, ...], augment: Augment | None
+    ) -> SegmentationData:
+        data = SegmentationData(listing, kinds, augment)
+        if self.config.on_bad_sample == "stop":
+            check_files(listing, kinds)
+            return data
+        data, bad = data.without_bad()  # every rank looks at every sample: all drop the same
+        self.skipped += bad
+        return data
+
+    # --- model --------------------------------------------------------------------------------
+
+    def build_model(self) -> SegmentationNet:
+        """Return the network, its trunk from a local file where there is one."""
+        config = self.config
+        model = SegmentationNet(self.num_classes, config.layers, config.width, config.lorm)
+        if config.backbone_weights and config.backbone_weights.is_file():
+            load_backbone(model.backbone, config.backbone_weights)
+        return model.as_channels_last()
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        """Return SGD with momentum; everything decays."""
+        config = self.config
+        return SGD(model.parameters(), lr, config.momentum, weight_decay=config.weight_decay)
+
+    def banner(self, world: World, contract: Contract) -> list[str]:
+        """Say what is trained, from which weights, on which labels, at which rate."""
+        config, weights = self.config, self.config.backbone_weights
+        self._steps_per_epoch = contract.plan.steps_per_epoch
+        start = "random weights"
+        if weights:
+            start = str(weights) if weights.is_file() else f"random weights: {weights} is missing"
+        lines = [
+            f"Model: res{config.layers}_ASPP{'_lorm' if config.lorm else ''}, "
+            f"{self.num_classes} classes, initialised from {start}",
+            f"Dataset: {self.mode}",
+            f"Effective lr : {contract.effective_lr:g}",
+        ]
+        if self.skipped:
+            lines.append(f"skipped {len(self.skipped)} bad samples:")
+            lines += [f"  {problem}" for problem in self.skipped[:5]]
+        return lines
+
+    # --- loss ---------------------------------------------------------------------------------
+
+    def weights(self, batch: Batch, context: Context) -> dict[str, Tensor | float]:
+        """Count the units of each term that this data set mode has."""
+        kinds = {"label": "segs", "pseudo": "pesudo"}
+        counts = {kinds[k]: (batch[k] != IGNORE).sum() for k in kinds if k in batch}
+        counts |= {k: (batch[k] > 0).sum() for k in ("ds", "dc") if k in batch}
+        if self.config.lorm:
+            counts["lorm"] = self._foreground(batch).sum()
+        return dict(counts)
+
+    def loss(self, model: nn.Module, batch: Batch, context: Context) -> PartialLoss:
+        """Return the weighted sum of the terms, each divided by its units of the whole step."""
+        config = self.config
+        if len(batch["image"]) == 1 and context.world.size == 1:
+            raise ConfigError(
+                "batch normalisation cannot train on a batch of one image", "--batchsize 2"
+            )
+        image = normalise(batch["image"], next(model.parameters()).dtype)
+        logits, lorm = model(image, self._foreground(batch) if config.lorm else None)
+        sums: dict[str, Tensor] = {}
+        if "label" in batch:
+            sums["segs"] = cross_entropy_sum(logits, batch["label"])
+        if "pseudo" in batch:
+            sums["pesudo"] = cross_entropy_sum(logits, batch["pseudo"], config.label_smooth)
+        if "ds" in batch or "dc" in batch:
+            unsure = entropy(logits)
+            for name in ("ds", "dc"):
+                if name in batch:
+                    sums[name] = (unsure * batch[name].to(unsure.dtype)).sum() / 255
+        if config.lorm:
+            sums["lorm"] = lorm
+        shares = {name: getattr(config, f"l_{name}") for name in sums}
+        total = sum((shares[n] * sums[n] / context.weights[n] for n in sums), torch.zeros(()))
+        counts = self.weights(batch, context)
+        return PartialLoss(total, 1.0, {n: (sums[n].detach(), counts[n]) for n in sums})
+
+    def _foreground(self, batch: Batch) -> Tensor:
+        """Say which positions of the grid are labelled as an object: what LoRM looks at."""
+        labels = shrink_labels(batch["pseudo"] if "pseudo" in batch else batch["label"])
+        known = labels != IGNORE
+        background = self.listings[0].background
+        return known if background is None else known & (labels != background)
+
+    # --- evaluation ---------------------------------------------------------------------------
+
+    @cached_property
+    def confusion(self) -> Confusion:
+        """The pixels counted since the evaluation began."""
+        return Confusion(self.num_classes)
+
+    def metrics(self) -> dict[str, Any]:
+        """Begin to count anew. The matrix is read in `finish_evaluation`, which knows the ranks."""
+        self.confusion.reset()
+        return {}
+
+    def evaluate(
+        self, model: nn.Module, batch: Batch, context: Context
+    ) -> dict[str, tuple[Tensor, Tensor | float]]:
+        """Count the pixels of held-out images, and sum their cross-entropy."""
+        logits, _ = model(normalise(batch["image"], next(model.parameters()).dtype))
+        self.confusion.update(logits.argmax(dim=1), batch["label"])
+        labelled = (batch["label"] != IGNORE).sum()
+        return {"loss": (cross_entropy_sum(logits, batch["label"]), labelled)}
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> Mapping[str, float | Path]:
+        """Sum the matrix over ranks; let the first say it and draw predictions. Collective."""
+        measured: dict[str, float | Path] = dict(self.confusion.compute(context.world))
+        if context.world.is_first:
+            self._say(float(measured["miou"]), context.step, Path(folder))  # type: ignore[arg-type]
+        if self.config.num_pictures:
+            path = Path(folder) / "samples" / f"step_{context.step:08d}.png"
+            if context.world.is_first:
+                self._draw(model, context.world, path)
+            measured["predictions"] = path
+        return measured
+
+    def _say(self, miou: float, step: int, folder: Path) -> None:
+        """Print the origin's lines and keep them in `log.txt`."""
+        epoch, began = step // self._steps_per_epoch, self._began
+        self._began = time.monotonic()
+        line = f"Epoch[{epoch:02d}], iou_all[{miou:.4f}], time[{self._began - began:.1f}]s\n"
+        with suppress(OSError):  # a closed output or a full disk must not end the run
+            sys.stdout.write(f" * IOU_All {miou:.4f}\n{line}")
+            sys.stdout.flush()
+            with (folder / "log.txt").open("a") as log:
+                log.write(line)
+
+    def _draw(self, model: nn.Module, world: World, path: Path) -> None:
+        """Write images, truths and predictions side by side; what fails must not end the run."""
+        data = SegmentationData(self.listings[1], ("mask",))
+        num = min(self.config.num_pictures, len(data))
+        rows = []
+        with evaluating(model):
+            for index in (number * len(data) // num for number in range(num)):
+                try:
+                    image, planes = data.read(index)
+                except DataError as error:
+                    warnings.warn(f"not drawn: {error.problem}", stacklevel=2)
+                    continue
+                pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].to(world.device)
+                logits, _ = model(normalise(pixels, next(model.parameters()).dtype))
+                predicted = logits[0].argmax(dim=0).to(torch.uint8).cpu().numpy()
+                rows.append((np.asarray(image), planes["mask"], predicted))
+        try:
+            if rows:
+                draw_rows(rows, path)
+        except OSError as error:
+            warnings.warn(f"the picture was not saved: {error}", stacklevel=2)
+
+    # --- what a checkpoint remembers ----------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what rebuilds the network for `test.py`."""
+        config, listing = self.config, self.listings[0]
+        return {
+            "num_classes": listing.num_classes,
+            "void": listing.void,
+            "layers": config.layers,
+            "width": config.width,
+            "lorm": config.lorm,
+        }

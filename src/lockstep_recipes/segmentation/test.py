@@ -1,0 +1,115 @@
+"""`python -m lockstep_recipes.segmentation.test`: the final, multi-scale test of a checkpoint.
+
+Owns: rebuilding the network a checkpoint holds, predicting whole images in windows at
+several scales, writing masks. Runs on one process or, under torchrun, on several.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from lockstep.checkpoint import CheckpointStore, load_model_state
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.runtime import World, launched_rank, leave_process
+from lockstep_recipes.command import Flags
+from lockstep_recipes.segmentation.data import SegmentationData, check_files, open_split
+from lockstep_recipes.segmentation.evaluate import (
+    TEST_SCALES,
+    TEST_WINDOW,
+    Confusion,
+    draw_rows,
+    normalise,
+    predict_in_windows,
+)
+from lockstep_recipes.segmentation.model import SegmentationNet
+from lockstep_recipes.segmentation.task import SegmentationTask
+
+
+def flags() -> Flags:
+    """Return the parser."""
+    parser = Flags(
+        "segmentation",
+        "Test a checkpoint on a split, with windows over several scales.",
+        "python -m lockstep_recipes.segmentation.test --checkpoint log/res50_ASPP_lorm/checkpoints/"
+        "best_model.pt --dataset_path dataset/ScribbleSup/VOC2012",
+    )
+    parser.prog = "python -m lockstep_recipes.segmentation.test"
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, help="a checkpoint of a run of this recipe")
+    add("--dataset_path", type=Path, default=Path("dataset/ScribbleSup/VOC2012"))
+    add("--split", default="val")
+    add("--scales", type=float, nargs="+", default=list(TEST_SCALES))
+    add("--window", type=int, default=TEST_WINDOW)
+    add("--max_images", type=int, help="look at the first so many only")
+    add("--output", type=Path, help="folder for masks (class indices) and pictures (colours)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--local_rank", type=int, help="accepted; the launcher's environment wins")
+    return parser
+
+
+def load_network(path: Path) -> tuple[SegmentationNet, int]:
+    """Rebuild the network of a checkpoint; return it with the index its labels ignore.
+
+    Raises:
+        CheckpointError: if it is not there, not whole, or not of this recipe.
+    """
+    checkpoint = CheckpointStore(path.parent, recipe=SegmentationTask.name).open(path)
+    made = checkpoint.load("task")
+    if "layers" not in made:
+        raise CheckpointError(f"{path} does not say which network it holds", "train it again")
+    void = made.pop("void")
+    model = SegmentationNet(**made)
+    load_model_state(model, checkpoint.load("model"))
+    return model.eval(), void
+
+
+@torch.no_grad()
+def test_split(args: Namespace, world: World) -> dict[str, float]:
+    """Predict every image of the split, each on one rank; return what was measured. Collective."""
+    model, void = load_network(args.checkpoint)
+    model = model.to(world.device).as_channels_last()
+    num_classes = model.num_classes
+    listing = open_split(args.dataset_path, args.split, num_classes=num_classes, void=void)
+    check_files(listing, ["mask"])
+    data = SegmentationData(listing, ("mask",))
+    confusion = Confusion(num_classes)
+    on_gpu = world.device.type == "cuda"
+    for index in range(min(len(data), args.max_images or len(data)))[world.rank :: world.size]:
+        image, planes = data.read(index)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].to(world.device)
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+            seen = normalise(pixels, torch.float32)[0]
+            predicted = predict_in_windows(model, seen, args.scales, args.window).argmax(dim=0)
+        truth = torch.from_numpy(planes["mask"]).to(world.device)
+        confusion.update(predicted, truth)
+        if args.output:
+            mask = predicted.to(torch.uint8).cpu().numpy()
+            name = f"{listing.names[index]}.png"
+            draw_rows([(np.asarray(image), planes["mask"], mask)], args.output / "pictures" / name)
+            (args.output / "masks").mkdir(parents=True, exist_ok=True)
+            Image.fromarray(mask).save(args.output / "masks" / name)
+    return confusion.compute(world)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Test, say what came of it, and return the exit code."""
+    try:
+        args = flags().read(argv)
+        with World.enter(args.device) as world:
+            measured = test_split(args, world)
+        if launched_rank() == 0:
+            sys.stdout.write(f" * IOU_All {measured['miou']:.4f}\n")
+            sys.stdout.writelines(f"{name:<24}{value:.4f}\n" for name, value in measured.items())
+    except LockstepError as error:
+        sys.stderr.write(f"lockstep: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    leave_process(main(sys.argv[1:]))
