@@ -1,0 +1,1 @@
+"""Protein side chains on a fixed backbone, by masked (absorbing) discrete diffusion."""

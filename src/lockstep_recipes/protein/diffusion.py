@@ -1,0 +1,278 @@
+"""How a sequence is corrupted, what undoing it costs, and how it is drawn again.
+
+Owns: noise schedules, the forward processes, their bounds and their reverse steps.
+Does not own: the network; it enters as logits. A time t runs from 0 (data) to T.
+
+Shapes: B chains, L residues, S tokens of a residue, K states of a token.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lockstep.randomness import keyed_generator
+from lockstep_recipes.protein.residues import Vocabulary, blosum62
+
+Transition = Literal["absorbing", "uniform", "blosum"]
+GOLDEN = (math.sqrt(5) - 1) / 2
+CE_SHARE = 0.01
+"""How much plain cross entropy is added to the bound of a kernel (Austin et al. 2021)."""
+
+
+def alpha_bars(num_steps: int, shape: str) -> Tensor:
+    """Return how much of the data is left after t steps (T + 1), as "cosine" or "linear"."""
+    t = torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
+    left = torch.cos(math.pi / 2 * t) if shape == "cosine" else 1 - t
+    left[-1] = 0.0
+    return left
+
+
+def elbo_weights(alpha_bar: Tensor) -> Tensor:
+    """Return the weight of the cross entropy over masked tokens at each t (T + 1), 0 at t = 0.
+
+    >>> [round(float(w), 4) for w in elbo_weights(alpha_bars(1000, "cosine"))[[1, 10, 500]]]
+    [1.0, 0.19, 0.0038]
+    """
+    weights = (alpha_bar[:-1] - alpha_bar[1:]) / (1 - alpha_bar[1:])
+    return torch.cat([torch.zeros_like(weights[:1]), weights])
+
+
+def spread(num: int, place: int, *key: int | str) -> Tensor:
+    """Return `num` numbers in [0, 1), evenly spaced, shifted at random by `key` and by `place`.
+
+    Within a micro-batch they are 1 / num apart; the micro-batches of a step (places) fall
+    between each other's by the golden ratio. So the global batch covers [0, 1) evenly, on
+    any number of ranks, and each number alone is uniform.
+    """
+    offset = torch.rand((), generator=keyed_generator(torch.device("cpu"), *key)).double()
+    numbers = (torch.arange(num, dtype=torch.float64) + place * GOLDEN % 1) / num
+    return (numbers + offset) % 1
+
+
+class Absorbing:
+    """A token turns into MASK with probability 1 - alpha_bar(t), and stays MASK.
+
+    With one step and alpha_bar = (1, 1 - ratio) it is plain masked training.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, alpha_bar: Tensor) -> None:
+        self.vocabulary = vocabulary
+        self.alpha_bar = alpha_bar
+        self.num_steps = len(alpha_bar) - 1
+        self.weights = elbo_weights(alpha_bar)
+
+    def times(self, u: Tensor) -> Tensor:
+        """Turn numbers in [0, 1) into times 1 to T, all equally likely."""
+        return (u * self.num_steps).long() + 1
+
+    def bound_times(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return times, and factors by which `bound` there estimates the ELBO.
+
+        Times are as likely as their share of the bound, weight x mask ratio. That share is
+        the rise of the mask ratio, and sums to 1.
+        """
+        ratio = 1 - self.alpha_bar
+        t = torch.searchsorted(ratio / ratio[-1], u, right=True).clamp(1, self.num_steps)
+        likely = (ratio[t] - ratio[t - 1]) / ratio[-1]
+        return t, 1 / (self.num_steps * likely)
+
+    def corrupt(self, x0: Tensor, t: Tensor, generator: torch.Generator) -> Tensor:
+        """Return x_t (B, L, S) for times t (B)."""
+        chance = torch.rand(x0.shape, generator=generator, device=x0.device)
+        kept = self.alpha_bar.to(chance)[t.to(x0.device)]
+        return torch.where(chance < kept[:, None, None], x0, self.vocabulary.mask)
+
+    def is_scored(self, x_t: Tensor) -> Tensor:
+        """Say which tokens are to be predicted."""
+        return x_t == self.vocabulary.mask
+
+    def bound(
+        self, logits: Tensor, x0: Tensor, x_t: Tensor, t: Tensor, clip: float | None = None
+    ) -> Tensor:
+        """Return nats (B, L, S) whose mean over uniform t is the ELBO, T x weight clipped."""
+        factor = self.num_steps * self.weights[t]
+        factor = factor.clamp(max=clip) if clip else factor
+        return cross_entropy(logits, x0) * self.is_scored(x_t) * factor.to(logits)[:, None, None]
+
+    def noise(self, x0: Tensor, generator: torch.Generator) -> Tensor:
+        """Return x_T: nothing but MASK."""
+        return torch.full_like(x0, self.vocabulary.mask)
+
+    def step_back(
+        self,
+        x_t: Tensor,
+        logits: Tensor,
+        t: int,
+        s: int,
+        generator: torch.Generator,
+        *,
+        adaptive: bool,
+    ) -> Tensor:
+        """Reveal some masked residues (B, L), drawn from the network; revealed ones stay.
+
+        Each is revealed with probability (alpha_bar(s) - alpha_bar(t)) / (1 - alpha_bar(t)).
+        `adaptive` reveals as many, those with the largest margin between the best two.
+        """
+        left = self.alpha_bar
+        share = 1.0 if s == 0 else float((left[s] - left[t]) / (1 - left[t]))
+        log_p = self.vocabulary.residues(logits)
+        hidden = self.is_scored(x_t).any(dim=-1)
+        if adaptive:
+            best = log_p.exp().topk(2, dim=-1).values
+            margin = torch.where(hidden, best[..., 0] - best[..., 1], -1.0)
+            num = torch.ceil(share * hidden.sum(dim=1)).long()
+            rank = margin.argsort(dim=1, descending=True).argsort(dim=1)
+            revealed = hidden & (rank < num[:, None])
+        else:
+            chance = torch.rand(hidden.shape, generator=generator)
+            revealed = hidden & (chance < share)
+        drawn = self.vocabulary.tokens(draw(log_p, generator))
+        return torch.where(revealed[..., None], drawn, x_t)
+
+
+class Kernel:
+    """A token moves among the K states by one matrix a step: Q_t = (1 - b_t) I + b_t P_t.
+
+    P_t is uniform, or softmax(BLOSUM62 / temperature), the temperature rising with t, so
+    that early on residues turn into similar ones.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, alpha_bar: Tensor, kind: Transition) -> None:
+        self.vocabulary = vocabulary
+        self.num_steps = len(alpha_bar) - 1
+        self.weights = elbo_weights(alpha_bar)
+        num_states = vocabulary.num_states
+        beta = 1 - alpha_bar[1:] / alpha_bar[:-1]
+        if kind == "uniform":
+            jump = torch.full((num_states, num_states), 1 / num_states, dtype=torch.float64)
+            jumps = jump.expand(self.num_steps, -1, -1)
+        else:
+            temperature = torch.linspace(2, 8, self.num_steps, dtype=torch.float64)
+            jumps = (blosum62() / temperature[:, None, None]).softmax(dim=-1)
+        identity = torch.eye(num_states, dtype=torch.float64)
+        steps = (1 - beta)[:, None, None] * identity + beta[:, None, None] * jumps
+        bars = [identity]
+        for step in steps:
+            bars.append(bars[-1] @ step)
+        self.one_step = torch.cat([identity[None], steps])
+        """Q_t[i, j], the probability of j after i, for t = 0 (nothing happens) to T."""
+        self.cumulative = torch.stack(bars)
+        """Q_1 Q_2 ... Q_t."""
+        self.prior = bars[-1].mean(dim=0)
+
+    def times(self, u: Tensor) -> Tensor:
+        """Turn numbers in [0, 1) into times 1 to T, all equally likely."""
+        return (u * self.num_steps).long() + 1
+
+    def bound_times(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return times, and factors by which `bound` there estimates the ELBO."""
+        return self.times(u), torch.ones_like(u)
+
+    def corrupt(self, x0: Tensor, t: Tensor, generator: torch.Generator) -> Tensor:
+        """Return x_t (B, L, S) for times t (B); MASK, an unknown residue, stays."""
+        rows = pick(self.cumulative[t].to(x0.device), x0.clamp(max=self.vocabulary.num_states - 1))
+        x_t = draw(rows.log(), generator)
+        return torch.where(x0 == self.vocabulary.mask, x0, x_t)
+
+    def is_scored(self, x_t: Tensor) -> Tensor:
+        """Say which tokens are to be predicted: all, since any may have moved."""
+        return torch.ones_like(x_t, dtype=torch.bool)
+
+    def posterior(self, p0: Tensor, x_t: Tensor, t: Tensor, s: Tensor | None = None) -> Tensor:
+        """Return the mean of q(x_s | x_t, x_0) over x_0 ~ p0 (B, L, S, K); s is t - 1 unless given.
+
+        q(x_s | x_t, x_0) = Q_{s+1..t}[x_s, x_t] Qbar_s[x_0, x_s] / Qbar_t[x_0, x_t]
+        """
+        if s is None:
+            s, bridge = t - 1, self.one_step[t]
+        else:
+            spans = [torch.arange(int(i) + 1, int(j) + 1) for i, j in zip(s, t, strict=True)]
+            bridge = torch.stack([_product(self.one_step[span]) for span in spans])
+        x_t = x_t.clamp(max=self.vocabulary.num_states - 1)
+        likelihood = pick(bridge.transpose(1, 2).to(p0), x_t)
+        evidence = pick(self.cumulative[t].transpose(1, 2).to(p0), x_t)
+        tiny = torch.finfo(p0.dtype).tiny
+        mixed = torch.einsum(
+            "blsk,bkj->blsj", p0 / evidence.clamp(min=tiny), self.cumulative[s].to(p0)
+        )
+        return likelihood * mixed
+
+    def bound(
+        self, logits: Tensor, x0: Tensor, x_t: Tensor, t: Tensor, clip: float | None = None
+    ) -> Tensor:
+        """Return T x KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), in nats (B, L, S).
+
+        `clip` lowers the factor T at early times as much as masking would: there a single
+        moved token weighs as much as a chain.
+        """
+        states = self.vocabulary.num_states
+        truth = functional.one_hot(x0.clamp(max=states - 1), states).to(logits)
+        q = self.posterior(truth, x_t, t)
+        p = self.posterior(logits.softmax(dim=-1), x_t, t).clamp(min=1e-12)
+        kl = (torch.xlogy(q, q) - q * p.log()).sum(dim=-1).clamp(min=0)
+        factor = torch.full_like(self.weights[t], self.num_steps)
+        factor = torch.minimum(factor, clip / self.weights[t]) if clip else factor
+        return kl * factor.to(kl)[:, None, None]
+
+    def noise(self, x0: Tensor, generator: torch.Generator) -> Tensor:
+        """Return x_T, drawn from where the process ends."""
+        return draw(self.prior.log().expand(*x0.shape, -1), generator).to(x0.device)
+
+    def step_back(
+        self,
+        x_t: Tensor,
+        logits: Tensor,
+        t: int,
+        s: int,
+        generator: torch.Generator,
+        *,
+        adaptive: bool,
+    ) -> Tensor:
+        """Draw x_s given x_t; the last step draws residues."""
+        if s == 0:
+            return self.vocabulary.tokens(draw(self.vocabulary.residues(logits), generator))
+        times = torch.full((len(x_t),), t)
+        p = self.posterior(logits.softmax(dim=-1), x_t, times, torch.full_like(times, s))
+        return draw(p.clamp(min=1e-30).log(), generator)
+
+
+def build_process(
+    vocabulary: Vocabulary, transition: Transition, num_steps: int, shape: str
+) -> Absorbing | Kernel:
+    """Return the forward process of a diffusion."""
+    left = alpha_bars(num_steps, shape)
+    if transition == "absorbing":
+        return Absorbing(vocabulary, left)
+    return Kernel(vocabulary, left, transition)
+
+
+def cross_entropy(logits: Tensor, x0: Tensor) -> Tensor:
+    """Return the nats (B, L, S) of the true tokens; those of an unknown residue mean nothing."""
+    log_p = logits.log_softmax(dim=-1)
+    return -log_p.gather(-1, x0.clamp(max=logits.shape[-1] - 1)[..., None]).squeeze(-1)
+
+
+def draw(log_p: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw one state from each row of log-probabilities (..., K)."""
+    edges = log_p.double().softmax(dim=-1).cumsum(dim=-1)
+    chance = torch.rand(
+        log_p.shape[:-1], generator=generator, dtype=torch.float64, device=generator.device
+    )
+    drawn = (edges < chance.to(edges.device)[..., None]).sum(dim=-1)
+    return drawn.clamp(max=log_p.shape[-1] - 1)
+
+
+def pick(matrices: Tensor, x: Tensor) -> Tensor:
+    """Return the row x of each chain's matrix: (B, K, K) and (B, L, S) give (B, L, S, K)."""
+    chain = torch.arange(len(x), device=x.device)[:, None, None]
+    return matrices[chain, x]
+
+
+def _product(matrices: Tensor) -> Tensor:
+    result = torch.eye(matrices.shape[-1], dtype=matrices.dtype)
+    for matrix in matrices:
+        result = result @ matrix
+    return result

@@ -1,0 +1,149 @@
+"""What a prediction is worth: chi angles in bins, recovery, perplexity, and baselines.
+
+Owns: how predictions are measured, as sums and weights. Does not own: the network,
+reducing over ranks (the core does that).
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lockstep.runtime import World
+from lockstep_recipes.protein.model import NUM_BINS
+from lockstep_recipes.protein.residues import FREQUENCIES, UNKNOWN, periodic_chis
+
+BIN_WIDTH = 2 * math.pi / NUM_BINS
+SMOOTHING = 0.1
+"""How much of a bin's target its two neighbours get together."""
+NEAR = math.radians(20)
+COMMON_CHIS = tuple(math.radians(angle) for angle in (-67.5, 177.5, 177.5, -177.5))
+"""The centre of each chi's most common bin, counted over the full-atom training chains."""
+
+Pair = tuple[Tensor, Tensor | float]
+
+
+def chi_bins(angles: Tensor) -> Tensor:
+    """Return the bin of 5 degrees of each angle in radians.
+
+    >>> chi_bins(torch.tensor([-math.pi, 0.0, math.pi - 1e-3])).tolist()
+    [0, 36, 71]
+    """
+    return ((angles + math.pi) / BIN_WIDTH).floor().long() % NUM_BINS
+
+
+def bin_centres(bins: Tensor) -> Tensor:
+    """Return the angle in radians at the centre of each bin."""
+    return (bins + 0.5) * BIN_WIDTH - math.pi
+
+
+def chi_nats(logits: Tensor, angles: Tensor, aatype: Tensor) -> Tensor:
+    """Return the smoothed cross entropy (B, L, 4) of chi angles.
+
+    Where half a turn changes nothing, the better of the two bins counts.
+    """
+    log_p = logits.log_softmax(dim=-1)
+
+    def nats(bins: Tensor) -> Tensor:
+        around = torch.stack([bins, (bins - 1) % NUM_BINS, (bins + 1) % NUM_BINS], dim=-1)
+        here, left, right = log_p.gather(-1, around).unbind(dim=-1)
+        return -((1 - SMOOTHING) * here + SMOOTHING / 2 * (left + right))
+
+    bins = chi_bins(angles)
+    straight, turned = nats(bins), nats((bins + NUM_BINS // 2) % NUM_BINS)
+    periodic = periodic_chis().to(aatype.device)[aatype]
+    return torch.where(periodic, torch.minimum(straight, turned), straight)
+
+
+def chi_error(predicted: Tensor, angles: Tensor, aatype: Tensor) -> Tensor:
+    """Return how far apart angles (B, L, 4) are, around the circle, half turns forgiven."""
+    apart = (predicted - angles + math.pi) % (2 * math.pi) - math.pi
+    apart = apart.abs()
+    periodic = periodic_chis().to(aatype.device)[aatype]
+    return torch.where(periodic, torch.minimum(apart, math.pi - apart), apart)
+
+
+def measure_sequence(log_p: Tensor, aatype: Tensor) -> dict[str, Pair]:
+    """Compare log-probabilities of residues (B, L, 20) with the truth."""
+    known = aatype != UNKNOWN
+    truth = aatype.clamp(max=UNKNOWN - 1)
+    nats = -log_p.gather(-1, truth[..., None]).squeeze(-1)
+    hits = log_p.argmax(dim=-1) == truth
+    return {
+        "recovery": ((hits & known).sum(), known.sum()),
+        "nats": ((nats * known).sum(), known.sum()),
+    }
+
+
+def measure_chis(
+    predicted: Tensor, angles: Tensor, mask: Tensor, aatype: Tensor
+) -> dict[str, Pair]:
+    """Compare chi angles (B, L, 4) in radians with the truth, in degrees."""
+    error = chi_error(predicted, angles, aatype)
+    first = mask[..., 0]
+    return {
+        "chi_mae": (torch.rad2deg(error * mask).sum(), mask.sum()),
+        "chi1_mae": (torch.rad2deg(error[..., 0] * first).sum(), first.sum()),
+        "chi_within_20": (((error <= NEAR) & mask).sum(), mask.sum()),
+    }
+
+
+def measure_baselines(batch: Mapping[str, Tensor]) -> dict[str, Pair]:
+    """Measure what needs no network: the database's frequencies, the most common chi bins."""
+    frequencies = (torch.tensor(FREQUENCIES) / sum(FREQUENCIES)).log().to(batch["chi"])
+    aatype = batch["aatype"]
+    measured = measure_sequence(frequencies.expand(*aatype.shape, -1), aatype)
+    common = torch.tensor(COMMON_CHIS).to(batch["chi"])
+    chis = measure_chis(common, batch["chi"], batch["chi_mask"], aatype)
+    return {f"unigram_{name}": pair for name, pair in measured.items()} | {
+        f"common_{name}": pair for name, pair in chis.items()
+    }
+
+
+class Baselines:
+    """Sums of the baselines over a held-out set; measuring it twice changes no mean."""
+
+    NAMES = (
+        "unigram_recovery", "unigram_nats", "common_chi_mae", "common_chi1_mae",
+        "common_chi_within_20",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.local_sums = torch.zeros(len(self.NAMES), 2, dtype=torch.float64)
+
+    def add(self, batch: Mapping[str, Tensor]) -> None:
+        """Take in one batch."""
+        pairs = measure_baselines(batch)
+        rows = [[float(number) for number in pairs[name]] for name in self.NAMES]
+        self.local_sums += torch.tensor(rows, dtype=torch.float64)
+
+    def all_means(self, world: World) -> dict[str, float]:
+        """Return each baseline that has a unit. Collective."""
+        sums = zip(self.NAMES, world.all_sum(self.local_sums).tolist(), strict=True)
+        means = {name: value / weight for name, (value, weight) in sums if weight}
+        if "unigram_nats" in means:
+            means["unigram_perplexity"] = math.exp(means.pop("unigram_nats"))
+        return {"uniform_perplexity": float(UNKNOWN), **means}
+
+
+class Perplexity:
+    """The exponential of a mean over all ranks, for the core to reset and to read."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.local_sums = torch.zeros(2, dtype=torch.float64)
+
+    def add(self, pair: Pair) -> None:
+        """Take in a sum of nats and its weight."""
+        self.local_sums += torch.tensor([float(number) for number in pair], dtype=torch.float64)
+
+    def compute(self) -> float:
+        """Return the exponential of the mean. Collective."""
+        assert self.world is not None, "a task is told its world by the first step"
+        total, weight = self.world.all_sum(self.local_sums).tolist()
+        return math.exp(min(total / weight, 700.0)) if weight else math.nan

@@ -1,0 +1,364 @@
+"""Protein diffusion as a task: hide residues, predict them and their chi angles.
+
+Owns: what is hidden from the network, the losses and what they are averaged over,
+what an evaluation measures. Does not own: the network, the noise, files, the loop.
+
+The sequence term is averaged over masked residues (or all, for the ELBO), the chi term
+over masked chi angles. Both differ wildly between chains, so both are counted over the
+whole step first (`weights`), from the same noise that the loss then draws again.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from lockstep.data.grouped import Grouped
+from lockstep.data.order import Order
+from lockstep.errors import ConfigError
+from lockstep.plan import Contract
+from lockstep.randomness import seed_all, untouched
+from lockstep.runtime import World
+from lockstep.task import Context, PartialLoss, Task
+from lockstep_recipes.protein import evaluate
+from lockstep_recipes.protein.data import Chains, Split, collate, open_split
+from lockstep_recipes.protein.diffusion import (
+    CE_SHARE,
+    Absorbing,
+    Kernel,
+    Transition,
+    build_process,
+    cross_entropy,
+    spread,
+)
+from lockstep_recipes.protein.model import ProteinNet
+from lockstep_recipes.protein.residues import UNKNOWN, build_vocabulary
+from lockstep_recipes.protein.sample import design, fasta
+from lockstep_recipes.protein.structure import Filter
+
+Batch = Mapping[str, Tensor]
+NETWORK_FIELDS = {
+    "hidden_dim", "num_layers", "num_neighbors", "vocab", "transition", "num_diffusion_steps",
+    "use_discrete_diffusion", "schedule", "mask_ratio",
+}  # fmt: skip
+"""What a checkpoint must agree with, and what is needed to sample from it."""
+
+
+class ProteinConfig(BaseModel):
+    """Everything that makes one run differ from another, the loop aside."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pdb_path: Path = Path("data/cache")
+    cache_dir: Path | None = None
+    use_predefined_split: bool = False
+    val_split: float = Field(default=0.1, ge=0, lt=1)
+    min_length: int = Field(default=40, ge=1)
+    max_length: int = Field(default=2048, ge=1)
+    max_resolution: float = Field(default=2.5, gt=0)
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    group_by_length: bool = True
+    batch_size: int = Field(default=4, ge=1)
+    """Chains in a micro-batch: what `group_by_length` groups."""
+
+    use_discrete_diffusion: bool = False
+    """Off: plain masked training, `mask_ratio` of the residues hidden, in one step."""
+    num_diffusion_steps: int = Field(default=1000, ge=1)
+    transition: Transition = "absorbing"
+    schedule: Literal["cosine", "linear"] = "cosine"
+    mask_ratio: float = Field(default=0.15, gt=0, le=1)
+    vocab: Literal["residue", "fragment"] = "residue"
+    loss: Literal["simple", "elbo"] = "simple"
+    elbo_clip: float = Field(default=5.0, gt=0)
+    chi_weight: float | Literal["auto"] = "auto"
+    """1, and 0.5 for fragments."""
+
+    hidden_dim: int = Field(default=128, ge=2)
+    num_layers: int = Field(default=3, ge=1)
+    num_neighbors: int = Field(default=30, ge=1)
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    backbone_noise: float = Field(default=0.1, ge=0)
+    """Angstrom added to every coordinate in training."""
+    weight_decay: float = Field(default=1e-5, ge=0)
+
+    sample_steps: int = Field(default=10, ge=1)
+    sampler: Literal["plain", "adaptive"] = "adaptive"
+    num_designs: int = Field(default=16, ge=0)
+    """Held-out chains that are designed at each evaluation; 0: none."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.transition == "blosum" and self.vocab == "fragment":
+            raise ConfigError("BLOSUM scores residues, not fragments", "--transition uniform")
+        if self.transition != "absorbing" and not self.use_discrete_diffusion:
+            raise ConfigError(
+                f"transition={self.transition} is a diffusion, which is off",
+                "--use_discrete_diffusion",
+            )
+        return self
+
+    @property
+    def process(self) -> Absorbing | Kernel:
+        """What turns data into noise."""
+        vocabulary = build_vocabulary(self.vocab)
+        if not self.use_discrete_diffusion:
+            left = torch.tensor([1.0, 1.0 - self.mask_ratio], dtype=torch.float64)
+            return Absorbing(vocabulary, left)
+        return build_process(vocabulary, self.transition, self.num_diffusion_steps, self.schedule)
+
+    def build_network(self) -> ProteinNet:
+        """Return the network with fresh weights."""
+        vocabulary = build_vocabulary(self.vocab)
+        return ProteinNet(
+            vocabulary.num_states,
+            vocabulary.table.shape[1],
+            self.hidden_dim,
+            self.num_layers,
+            self.num_neighbors,
+            self.dropout,
+        )
+
+
+class ProteinTask(Task):
+    """Train a network that designs side chains on a fixed backbone."""
+
+    name = "protein"
+
+    def __init__(self, config: ProteinConfig) -> None:
+        self.config = config
+        self.process = config.process
+        self.vocabulary = self.process.vocabulary
+        auto = 0.5 if config.vocab == "fragment" else 1.0
+        self.chi_weight = auto if config.chi_weight == "auto" else config.chi_weight
+        self.perplexities = {n: evaluate.Perplexity() for n in ("perplexity", "elbo_perplexity")}
+        self.baselines = evaluate.Baselines()
+
+    # --- data ---------------------------------------------------------------------------------
+
+    @cached_property
+    def split(self) -> Split:
+        """What is trained on and what is held out.
+
+        Raises:
+            DataError: naming the file, and the line where there is one.
+        """
+        config = self.config
+        return open_split(
+            config.pdb_path,
+            config.cache_dir,
+            predefined=config.use_predefined_split,
+            val_split=config.val_split,
+            wanted=Filter(config.min_length, config.max_length, config.max_resolution),
+            skip_bad=config.on_bad_sample == "skip",
+            seed=config.seed,
+        )
+
+    def train_data(self) -> Chains:
+        """Return the chains to train on."""
+        return self.split.train
+
+    def eval_data(self) -> Chains | None:
+        """Return the held-out chains, shortest first: neighbours waste less padding."""
+        return self.split.held_out if len(self.split.held_out) else None
+
+    def order(self, data: Any, seed: int) -> Order | None:
+        """Visit chains of like length together."""
+        if not self.config.group_by_length or not isinstance(data, Chains):
+            return None
+        return Grouped(data.lengths, self.config.batch_size, seed)
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        """Pad chains to the longest."""
+        return collate(samples)
+
+    def banner(self, world: World, contract: Contract) -> list[str]:
+        """Say what the guide says at the start, and where the chains come from."""
+        config, plan, split = self.config, contract.plan, self.split
+        lines = [f"设备: {world.device}"]
+        if world.size > 1:
+            lines += [f"DDP 模式: 启用 (world_size={world.size})"]
+            lines += [f"模型已包装为 DDP (device_id={world.local_rank})"]
+        lines += [f"批次大小: {plan.batch_size} (每GPU)"]
+        lines += [f"总批次大小: {plan.total_batch} (所有GPU)"]
+        if config.use_discrete_diffusion:
+            lines += [f"扩散模型: 启用 (时间步数: {config.num_diffusion_steps})"]
+        else:
+            lines += [f"扩散模型: 未启用 (mask_ratio={config.mask_ratio:g})"]
+        if split.is_predefined:
+            lines += ["✅ 使用预定义的数据集划分"]
+        lines += [f"{split.folder}: {len(split.train)} chains, {len(split.held_out)} held out"]
+        if split.left_out:
+            lines += [f"left out {len(split.left_out)}, the first because {split.left_out[0]}"]
+        return lines
+
+    # --- model --------------------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        """Return the network; its weights depend on the seed alone."""
+        with untouched():
+            seed_all(self.config.seed, "weights")
+            return self.config.build_network()
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        """Return AdamW."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        fused = all(p.is_cuda for p in trained)
+        return AdamW(trained, lr=lr, weight_decay=self.config.weight_decay, fused=fused)
+
+    def state(self) -> dict[str, Any]:
+        """Return what sampling from a checkpoint needs to know."""
+        return {"config": self.config.model_dump(mode="json", include=NETWORK_FIELDS)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse to go on as something else than what was trained.
+
+        Raises:
+            ConfigError: with each changed setting, old and new.
+        """
+        now, before = self.state()["config"], state["config"]
+        changed = [f"{k} {before[k]} -> {now[k]}" for k in sorted(now) if now[k] != before[k]]
+        if changed:
+            raise ConfigError(
+                f"the checkpoint is of another network: {', '.join(changed)}",
+                "the old settings, or another --save_dir",
+            )
+
+    # --- loss ---------------------------------------------------------------------------------
+
+    def _hide(self, batch: Batch, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return t (B), x_0 and x_t (B, L, S), and which tokens are scored.
+
+        The same each time it is called for a micro-batch of a step.
+        """
+        x0 = self.vocabulary.tokens(batch["aatype"])
+        u = spread(len(x0), context.place, context.seed, "t", context.step)
+        t = self.process.times(u)
+        x_t = self.process.corrupt(x0, t, context.generator("mask"))
+        known = (batch["aatype"] != UNKNOWN)[..., None]
+        return t, x0, x_t, self.process.is_scored(x_t) & known
+
+    def weights(self, batch: Batch, context: Context) -> Mapping[str, Tensor | float]:
+        """Count the residues and the chi angles that the step averages over."""
+        return self._count(batch, self._hide(batch, context)[-1])
+
+    def _count(self, batch: Batch, scored: Tensor) -> dict[str, Tensor]:
+        is_elbo = self.config.loss == "elbo"
+        num = (batch["aatype"] != UNKNOWN).sum() if is_elbo else scored.sum()
+        return {"sequence": num, "chi": (batch["chi_mask"] & scored.any(-1, keepdim=True)).sum()}
+
+    def loss(self, model: nn.Module, batch: Batch, context: Context) -> PartialLoss:
+        """Return the mean over hidden residues plus the mean over their chi angles."""
+        for perplexity in self.perplexities.values():
+            perplexity.world = context.world
+        t, x0, x_t, scored = self._hide(batch, context)
+        coords = batch["coords"]
+        if self.config.backbone_noise:
+            generator = context.generator("backbone")
+            noise = torch.randn(coords.shape, generator=generator, device=coords.device)
+            coords = coords + self.config.backbone_noise * noise
+        level = (t / self.process.num_steps).to(coords.device)
+        logits, chi_logits = model(coords, batch["segment"], x_t, level)
+
+        nats = cross_entropy(logits, x0)
+        if self.config.loss == "elbo":
+            clip = self.config.elbo_clip
+            bound = self.process.bound(logits, x0, x_t, t, clip)
+            nats = bound + (CE_SHARE * nats if isinstance(self.process, Kernel) else 0.0)
+        sequence = (nats * scored).sum()
+        chi_hidden = batch["chi_mask"] & scored.any(dim=-1, keepdim=True)
+        chi = evaluate.chi_nats(chi_logits, batch["chi"], batch["aatype"])
+        chi = (chi * chi_hidden).sum()
+
+        counted = self._count(batch, scored)
+        total = context.weights or {name: num.clamp(min=1) for name, num in counted.items()}
+        loss = sequence / total["sequence"] + self.chi_weight * chi / total["chi"]
+        parts = {
+            "sequence_nats": (sequence.detach(), counted["sequence"]),
+            "chi_nats": (chi.detach(), counted["chi"]),
+        }
+        return PartialLoss(loss, 1.0, parts)
+
+    # --- evaluation ---------------------------------------------------------------------------
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the perplexities: they are no means, so no sums and weights."""
+        return self.perplexities
+
+    @torch.no_grad()
+    def evaluate(
+        self, model: nn.Module, batch: Batch, context: Context
+    ) -> Mapping[str, tuple[Tensor, Tensor | float]]:
+        """Predict all residues at once from noise alone, then estimate the ELBO over t."""
+        aatype, coords, segment = batch["aatype"], batch["coords"], batch["segment"]
+        known = (aatype != UNKNOWN)[..., None]
+        x0 = self.vocabulary.tokens(aatype)
+        x_T = self.process.noise(x0, context.generator("noise"))
+        logits, chi_logits = model(coords, segment, x_T, torch.ones(len(x0), device=x0.device))
+        measured = evaluate.measure_sequence(self.vocabulary.residues(logits), aatype)
+        self.perplexities["perplexity"].add(measured.pop("nats"))
+        chi = evaluate.bin_centres(chi_logits.argmax(dim=-1))
+        measured |= evaluate.measure_chis(chi, batch["chi"], batch["chi_mask"], aatype)
+        self.baselines.add(batch)
+        if self.config.vocab == "fragment":
+            fragment = known & (x0 >= 2)
+            hits = (logits.argmax(dim=-1) == x0) & fragment
+            nats = cross_entropy(logits, x0) * fragment
+            measured["fragment_nats"] = (nats.sum(), fragment.sum())
+            measured["fragment_accuracy"] = (hits.sum(), fragment.sum())
+
+        u = spread(len(x0), context.place, context.seed, "t", "evaluation")
+        t, factor = self.process.bound_times(u)
+        x_t = self.process.corrupt(x0, t, context.generator("mask"))
+        level = (t / self.process.num_steps).to(coords.device)
+        logits, _ = model(coords, segment, x_t, level)
+        bound = self.process.bound(logits, x0, x_t, t) * known
+        weighted = bound * factor.to(bound)[:, None, None]
+        scored = self.process.is_scored(x_t) & known
+        measured["elbo"] = (weighted.sum(), known.sum())
+        measured["loss"] = ((cross_entropy(logits, x0) * scored).sum(), scored.sum())
+        self.perplexities["elbo_perplexity"].add(measured["elbo"])
+        return measured
+
+    @torch.no_grad()
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> Mapping[str, float | Path]:
+        """Design some held-out chains step by step; write them as FASTA. Collective.
+
+        Each rank designs its share. A design depends on its chain, the seed and the
+        weights, not on the number of ranks.
+        """
+        world, config, chains = context.world, self.config, self.split.held_out
+        baselines = self.baselines.all_means(world)
+        num = min(config.num_designs, len(chains))
+        if not num:
+            return baselines
+        assert isinstance(model, ProteinNet)
+        was_training = model.training
+        model.eval()
+        rows, texts = [], []
+        for index in range(world.rank, num, world.size):
+            chain = chains.chain(index * len(chains) // num)
+            made = design(
+                model, self.process, chain, config.sample_steps, config.sampler, context.seed
+            )
+            rows.append([made.recovery])
+            texts.append(fasta(chain, made))
+        model.train(was_training)
+        own = torch.tensor(rows, dtype=torch.float64).reshape(-1, 1)
+        recoveries = world.all_gather(own.to(world.device)).flatten().cpu()
+        said = world.all_texts("".join(texts))
+        if world.is_first:
+            path = Path(folder) / "samples" / f"step_{context.step:08d}.fasta"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(said))
+        known = recoveries[recoveries.isfinite()]
+        median = float(known.median()) if len(known) else math.nan
+        return {**baselines, "design_recovery_median": median}
