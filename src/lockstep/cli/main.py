@@ -25,7 +25,7 @@ RUN_EXAMPLE = (
 )
 def run(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="which recipe: jit")] = "",
+    recipe: Annotated[str, typer.Argument(help="jit, protein or segmentation")] = "",
     gpus: Annotated[str, typer.Option(help="processes to start, one per GPU, or 'all'")] = "1",
 ) -> None:
     """Train a built-in recipe. `lockstep run RECIPE --help` lists the recipe's own flags."""
