@@ -140,7 +140,10 @@ def test_a_mistake_of_a_real_command_is_two_lines_on_stderr() -> None:
     done = really("run", "nosuch")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "lockstep: there is no recipe 'nosuch'\n  try: one of jit, protein, segmentation\n"
+    assert (
+        done.stderr
+        == "lockstep: there is no recipe 'nosuch'\n  try: one of jit, protein, segmentation\n"
+    )
 
 
 # --- plan --------------------------------------------------------------------
