@@ -1,6 +1,6 @@
 # Everything happens inside this folder; `make help` lists what there is.
 PYTHON ?= python3
-# Two processes, on GPUs if there are any, else on two cores; about two minutes there.
+# Two processes, on GPUs if there are any, else on two cores; a minute and a half there.
 DEMO = .venv/bin/lockstep run jit --gpus 2 --output_dir runs/demo --resume discard \
 	--sample_data 2048 --model JiT-T/4 --img_size 16 --batch_size 32 --epochs 8 --lr 1e-3 \
 	--warmup_epochs 1 --ema_decays 0.99 0.9 --num_workers 0 --sample_steps 20 --grid 32 \
