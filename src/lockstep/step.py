@@ -65,11 +65,11 @@ def train_step(
     """Move the weights once, along the gradient of the mean over the global batch. Collective."""
     totals = all_weights(weights, batch, world, seed) if weights else {}
     rows = []
-    for number, micro_batch in enumerate(batch.micro_batches):
+    for index, micro_batch in enumerate(batch.micro_batches):
         place = micro_batch.leaf.place
         seed_torch(world.device, seed, "torch", batch.step, place)  # dropout and the like
         context = Context(world, seed, batch.step, place, counts=micro_batch.counts, weights=totals)
-        is_last = number == len(batch.micro_batches) - 1
+        is_last = index == len(batch.micro_batches) - 1
         with nullcontext() if is_last else local_gradients(model):
             with autocast or nullcontext():
                 part = as_partial(loss(model, micro_batch.data, context), micro_batch, bool(totals))
