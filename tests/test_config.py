@@ -101,12 +101,13 @@ def test_a_config_cannot_be_changed_under_way() -> None:
         config.epochs = 4  # type: ignore[misc]
 
 
-def test_steps_win_over_epochs_in_a_cadence() -> None:
+def test_a_cadence_counts_epochs_or_steps_or_both() -> None:
     epochs = {3: 1, 6: 2, 9: 3, 12: 4}
 
     def due(when: Cadence) -> list[int]:
         return [step for step in range(1, 13) if when.is_due(step, epochs.get(step))]
 
-    assert due(Cadence(every_epochs=1, every_steps=4)) == [4, 8, 12]
+    assert due(Cadence(every_steps=4)) == [4, 8, 12]
+    assert due(Cadence(every_epochs=1, every_steps=4)) == [3, 4, 6, 8, 9, 12]
     assert due(Cadence(every_epochs=2)) == [6, 12]
     assert due(Cadence(every_epochs=None)) == []

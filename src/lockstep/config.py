@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.data.loader import LoaderConfig
 from lockstep.errors import ConfigError
@@ -21,26 +21,29 @@ from lockstep.schedule import ScheduleConfig
 
 
 class Cadence(BaseModel):
-    """When to do something: every so many epochs or steps, and always at the end of the run."""
+    """When to do something: every so many epochs, or steps, or both, and always at the end."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     every_epochs: PositiveInt | None = 1
     every_steps: PositiveInt | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_alone(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Take the default of one epoch for a choice only where no other was made."""
+        return {"every_epochs": None, **values} if values.get("every_steps") else values
+
     def is_due(self, step: int, epochs: int | None) -> bool:
-        """Say whether it is time after `step` steps; steps, where given, win over epochs.
+        """Say whether it is time after `step` steps.
 
         `epochs` counts the epochs that are complete, and is None in the midst of one.
 
         >>> Cadence(every_epochs=2).is_due(step=6, epochs=2), Cadence().is_due(step=7, epochs=None)
         (True, False)
         """
-        if self.every_steps is not None:
-            return step % self.every_steps == 0
-        if self.every_epochs is None or epochs is None:
-            return False
-        return epochs % self.every_epochs == 0
+        by_epochs = bool(self.every_epochs and epochs and epochs % self.every_epochs == 0)
+        return by_epochs or bool(self.every_steps and step % self.every_steps == 0)
 
 
 class EvaluationConfig(Cadence):
@@ -60,6 +63,8 @@ class CheckpointConfig(Cadence):
     """Checkpoints with a name (the best one, and epochs if asked for) are kept beside these."""
     name_epochs: bool = False
     """Name what is saved at the end of an epoch `checkpoint_epoch_N.pt`, and so keep it."""
+    name_steps: bool = False
+    """Name what is saved every so many steps `checkpoint_step_N.pt`, and so keep it."""
     background: bool = True
 
 

@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.detect import Launch, detect_launch
 from lockstep.errors import LaunchError
+from lockstep.gradients import gather_over_ranks, sum_over_ranks
 
 MAX_TIMEOUT_S = 1e8
 """Three years: more than any collective should take, and what a timer can hold."""
@@ -86,6 +87,18 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> Any:
     )
 
 
+def _check_group(launch: Launch) -> str:
+    """Return the backend of the group somebody else made, if we were launched into that one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (launch.rank, launch.size):
+        raise LaunchError(
+            f"the process group says rank {rank} of {size}, the launch variables say rank "
+            f"{launch.rank} of {launch.size}",
+            "one launcher, and as many processes as it was told",
+        )
+    return str(dist.get_backend_config())
+
+
 def _let_gloo_finish() -> None:
     """Let gloo's threads drop their last tensors before the interpreter ends.
 
@@ -123,16 +136,26 @@ class World:
         self.launcher = launch.launcher
         self.device = device
         self.backend = backend
+        # What ranks tell each other through the host, NCCL alone cannot carry.
+        self._host = dist.new_group(backend="gloo") if backend == "cuda:nccl" else None
+        if backend is not None:
+            atexit.unregister(_let_gloo_finish)
+            atexit.register(_let_gloo_finish)
 
     @classmethod
     def enter(
         cls, device: str = "auto", timeout_s: float = 1800, local_rank: int | None = None
     ) -> Self:
-        """Join the group this process was launched into; alone, there is no group."""
+        """Join the group this process was launched into; alone, there is no group.
+
+        A group that is there already (Accelerate makes one) is taken as it is.
+        """
         launch = detect_launch(os.environ, local_rank)
         place = choose_device(launch, device)
         if place.type == "cuda":
             torch.cuda.set_device(place)
+        if dist.is_initialized():
+            return cls(launch, place, _check_group(launch))
         if launch.size == 1:
             return cls(launch, place, None)
         timeout = datetime.timedelta(seconds=group_timeout_s(timeout_s))
@@ -151,8 +174,6 @@ class World:
                 "check that every rank was started and that no other job uses this port "
                 "(another MASTER_PORT, or torchrun --standalone)",
             ) from error
-        atexit.unregister(_let_gloo_finish)
-        atexit.register(_let_gloo_finish)
         return cls(launch, place, backend)
 
     def leave(self) -> None:
@@ -193,12 +214,12 @@ class World:
         """Return the sum of `value` over all ranks. Collective."""
         if self.size > 1:
             value = value.clone()
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self._group(value))
         return value
 
     def all_sum_with_grad(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks, carrying gradients. Collective."""
-        return value if self.size == 1 else _Sum.apply(value, self)  # type: ignore[no-untyped-call]
+        return value if self.size == 1 else sum_over_ranks(value, self)
 
     def all_max(self, *values: int) -> list[int]:
         """Return the largest of each number over all ranks, through the host. Collective.
@@ -209,7 +230,7 @@ class World:
         if self.size == 1:
             return list(values)
         votes = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._host)
         return votes.tolist()
 
     def all_texts(self, text: str) -> list[str]:
@@ -217,7 +238,7 @@ class World:
         if self.size == 1:
             return [text]
         local = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
-        return [bytes(part[:-1].tolist()).decode() for part in self._gather_parts(local)]
+        return [bytes(part[:-1].tolist()).decode() for part in self.all_parts(local)]
 
     def all_gather(self, local: Tensor) -> Tensor:
         """Concatenate `local` over ranks along its first axis, in rank order. Collective.
@@ -225,7 +246,7 @@ class World:
         Carries gradients, and the first axis may differ between ranks. A gather
         that drops gradients gives the right loss and a wrong step.
         """
-        return local if self.size == 1 else _Gather.apply(local, self)  # type: ignore[no-untyped-call]
+        return local if self.size == 1 else gather_over_ranks(local, self)
 
     def barrier(self) -> None:
         """Wait until every rank is here. Collective."""
@@ -237,43 +258,17 @@ class World:
         lengths[self.rank] = length
         return self.all_sum(lengths).tolist()
 
-    def _gather_parts(self, local: Tensor) -> list[Tensor]:
+    def _group(self, value: Tensor) -> Any:
+        return self._host if value.device.type == "cpu" else None
+
+    def all_parts(self, local: Tensor) -> list[Tensor]:
+        """Return every rank's rows, in rank order, without gradients. Collective."""
         lengths = self.all_lengths(len(local))
         padded = local.new_zeros((max(lengths), *local.shape[1:]))
         padded[: len(local)] = local
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=self._group(padded))
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
-
-
-class _Sum(torch.autograd.Function):
-    """Sum forward; every rank's result depends on our value, so sum the gradients backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        return world.all_sum(value.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.world.all_sum(grads[0].contiguous()), None
-
-
-class _Gather(torch.autograd.Function):
-    """Gather forward; sum the gradients of all ranks backward and keep our own rows."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, world: World) -> Tensor:
-        parts = world._gather_parts(local.detach().contiguous())
-        ctx.world = world
-        ctx.start = sum(len(part) for part in parts[: world.rank])
-        ctx.length = len(local)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        summed = ctx.world.all_sum(grads[0].contiguous())
-        return summed.narrow(0, ctx.start, ctx.length), None
 
 
 def leave_process(code: int) -> NoReturn:

@@ -332,8 +332,11 @@ class Trainer:
         self._sum_ledger()
         names = ["best_model.pt"] if is_best else []
         epochs, into_epoch = divmod(run.progress.consumed, plan.samples_per_epoch)
-        if not into_epoch and run.config.checkpoint.name_epochs:
+        saving = run.config.checkpoint
+        if not into_epoch and saving.name_epochs:
             names.append(f"checkpoint_epoch_{epochs}.pt")
+        if saving.name_steps and saving.every_steps and step % saving.every_steps == 0:
+            names.append(f"checkpoint_step_{step}.pt")
         meta = {
             "world_size": run.world.size,
             "contract": run.contract.to_json(),

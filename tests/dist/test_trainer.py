@@ -469,6 +469,18 @@ def test_the_best_evaluation_is_saved_and_named_whenever_it_comes(tmp_path: Path
     assert store(tmp_path).open("best_model.pt").step == 4
 
 
+def test_checkpoints_of_epochs_and_of_steps_have_names_and_are_kept(tmp_path: Path) -> None:
+    saving = {"every_epochs": 1, "every_steps": 2, "keep_last": 1}
+    run(tmp_path, 2, checkpoint=saving | {"name_epochs": True, "name_steps": True})
+    assert store(tmp_path).aliases() == {
+        "checkpoint_step_2.pt": "step_00000002",
+        "checkpoint_epoch_1.pt": "step_00000003",
+        "checkpoint_step_4.pt": "step_00000004",
+        "checkpoint_step_6.pt": "step_00000006",
+        "checkpoint_epoch_2.pt": "step_00000006",
+    }
+
+
 def test_a_best_metric_that_is_not_measured_is_refused(tmp_path: Path) -> None:
     best = {"every_steps": 2, "best_metric": "scoer", "save_best": True}
     errors = run(tmp_path, 2, lambda: Scored(NUM_SAMPLES), evaluation=best)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from meet import meet
 from processes import BIN, HERE, LAUNCH_LOCALLY, Fork, Start
 
@@ -101,6 +102,27 @@ def test_a_launcher_starts_two_ranks_that_meet(name: str, tmp_path: Path, start:
     ranks = start(*words, MEET)
     assert ranks.finish() == 0, ranks.text
     assert stories(ranks.text) == two("torchrun"), ranks.text
+
+
+def test_a_group_that_is_there_already_is_taken(start: Start) -> None:
+    ranks = start(*TORCHRUN, "--standalone", MEET, "--group_first")
+    assert ranks.finish() == 0, ranks.text
+    assert stories(ranks.text) == two("torchrun"), ranks.text
+
+
+def test_a_group_of_another_size_than_was_launched_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        with pytest.raises(LaunchError, match="rank 0 of 1, the launch variables say rank 1 of 2"):
+            World.enter()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_five_variables_by_hand_start_two_ranks_that_meet(start: Start) -> None:
