@@ -1,6 +1,7 @@
 """Evaluation counts each sample once, whatever the ranks; a mean of means is seen to be wrong."""
 
 import importlib
+import math
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import World
 from lockstep.data.loader import LoaderConfig
-from lockstep.evaluation import evaluate
+from lockstep.evaluation import evaluate, evaluating
 from lockstep.randomness import seed_all
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
@@ -76,6 +77,23 @@ class MeanOfMeansTask(EvaluatedTask):
     def evaluate(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> Any:
         part = super().evaluate(model, batch, context)
         return {"loss": (part.loss_sum / part.weight, 1.0)}
+
+
+class CountingTask(EvaluatedTask):
+    """Counts in a table, and reports what follows from the table and from a mean."""
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> Any:
+        signs = torch.stack([batch["x"][:, 0] > 0, batch["y"][:, 0] > 0], dim=1).long()
+        table = torch.zeros(2, 2, dtype=torch.int64)
+        for row, column in signs.tolist():
+            table[row, column] += 1
+        part = super().evaluate(model, batch, context)
+        return {"loss": (part.loss_sum, part.weight), "table": (table, len(signs))}
+
+    def derive(self, means: Mapping[str, Tensor]) -> Mapping[str, float]:
+        assert means["table"].shape == (2, 2)
+        derived = {"same_sign": float(means["table"].trace()), "exp": math.exp(means["loss"])}
+        return {**super().derive(means), **derived}
 
 
 def evaluate_here(kind: type[EvaluatedTask], num_held_out: int, times: int) -> Any:
@@ -158,6 +176,31 @@ def test_a_rank_without_samples_does_not_disturb_torchmetrics() -> None:
 def test_a_number_that_only_one_rank_has_is_not_lost() -> None:
     assert evaluated(1, RareTask)[0] == {"loss": 1.0, "rare": 3.0}
     assert evaluated(2, RareTask)[0] == {"loss": 1.0, "rare": 3.0}
+
+
+@pytest.mark.parametrize(("num_ranks", "num_held_out"), [(1, 5), (2, 5), (3, 1)])
+def test_what_is_no_mean_is_derived_from_the_means_of_all_ranks(num_ranks, num_held_out) -> None:
+    result, _ = evaluated(num_ranks, CountingTask, num_held_out)
+    held_out = TinyTask(num_held_out=num_held_out).eval_data()
+    same = [bool(s["x"][0] > 0) == bool(s["y"][0] > 0) for s in held_out]
+    assert result.keys() == {"loss", "same_sign", "exp"}, "the table itself is not reported"
+    assert result["same_sign"] == pytest.approx(sum(same) / num_held_out, rel=EXACT)
+    assert result["exp"] == pytest.approx(math.exp(by_hand(num_held_out)), rel=EXACT)
+
+
+def test_every_module_goes_back_to_the_mode_it_was_in_also_after_an_error() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
+    model[1].eval()
+
+    def fail() -> None:
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"), evaluating(model):
+        fail()
+    assert torch.is_grad_enabled()
+    assert [module.training for module in model.modules()] == [True, True, False, False]
 
 
 def test_the_comparison_sees_a_mean_of_means() -> None:

@@ -4,8 +4,10 @@ Owns: the pass over the held-out set and the reduction of its sums. Does not
 own: what is measured; the task says so.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +22,22 @@ from lockstep.step import as_partial, number
 from lockstep.task import Context, PartialLoss, Task
 
 
-@torch.no_grad()
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode without gradients, and every module back to what it was.
+
+    A part that is frozen in evaluation mode stays there.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+
+
 def evaluate(
     task: Task,
     model: nn.Module,
@@ -41,9 +58,11 @@ def evaluate(
     metrics = task.metrics()
     for metric in metrics.values():
         metric.reset()
+        if isinstance(metric, nn.Module):
+            metric.to(world.device)
 
     def measure() -> dict[str, Tensor]:
-        local: dict[str, Tensor] = {}
+        local: dict[str, Tensor] = {}  # the sum, flat, and the weight behind it
         for micro_batch in read_held_out(data, batch_size, world, seed, task.collate, loader):
             place = micro_batch.leaf.place
             seed_torch(world.device, seed, "torch", "evaluation", place)
@@ -55,27 +74,31 @@ def evaluate(
             if not isinstance(result, Mapping):
                 result = _named(as_partial(result, micro_batch))
             for name, (value, weight) in result.items():
-                pair = torch.tensor([float(value), float(weight)], dtype=torch.float64)
-                local[name] = local.get(name, torch.zeros(2, dtype=torch.float64)) + pair
+                value, weight = (torch.as_tensor(n, dtype=torch.float64) for n in (value, weight))
+                local_shapes[name] = value.shape
+                row = torch.cat([value.ravel().cpu(), weight.reshape(1).cpu()])
+                local[name] = local[name] + row if name in local else row
         return local
 
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    local = together(world, measure)
-    for module, was_training in modes:  # a part that is frozen in evaluation mode stays there
-        module.training = was_training
+    local_shapes: dict[str, Sequence[int]] = {}
+    with evaluating(model):
+        local = together(world, measure)
 
     # A rank may lack a name, or have no sample at all: all ranks line up all names.
-    said = [text.split("\n") for text in world.all_texts("\n".join(local))]
-    names = list(dict.fromkeys(name for names in said for name in names if name)) or [""]
-    table = torch.stack([local.get(name, torch.zeros(2, dtype=torch.float64)) for name in names])
-    sums = world.all_sum(table)
-    reduced = {  # a part without a single unit has no mean
-        name: float(value / weight)
-        for name, (value, weight) in zip(names, sums, strict=True)
-        if weight
+    shapes: dict[str, Sequence[int]] = {}
+    for text in world.all_texts(json.dumps(local_shapes)):
+        shapes |= json.loads(text)
+    lengths = [math.prod(shape) + 1 for shape in shapes.values()]
+    blank = [torch.zeros(length, dtype=torch.float64) for length in lengths]
+    rows = [local.get(name, zeros) for name, zeros in zip(shapes, blank, strict=True)]
+    sums = torch.split(world.all_sum(torch.cat(rows)), lengths) if rows else ()
+    means = {  # what has not a single unit has no mean
+        name: (row[:-1] / row[-1]).reshape(shapes[name])
+        for name, row in zip(shapes, sums, strict=True)
+        if row[-1]
     }
-    return reduced | {name: float(metric.compute()) for name, metric in metrics.items()}
+    measured = {name: float(metric.compute()) for name, metric in metrics.items()}
+    return {**task.derive(means), **measured}
 
 
 def _named(partial: PartialLoss) -> dict[str, tuple[Tensor, Tensor | float]]:

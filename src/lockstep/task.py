@@ -137,8 +137,18 @@ class Task:
     def evaluate(
         self, model: nn.Module, batch: Any, context: Context
     ) -> Mapping[str, tuple[Tensor, Tensor | float]] | PartialLoss | Tensor:
-        """Return named (sum, weight) pairs of one held-out batch; by default the loss."""
+        """Return named (sum, weight) pairs of one held-out batch; by default the loss.
+
+        A sum may be a tensor of any shape, a confusion matrix say, for `derive` to read.
+        """
         return self.loss(model, batch, context)
+
+    def derive(self, means: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Return what an evaluation reports, from means over all held-out samples of all ranks.
+
+        Here belongs what is no mean but follows from some: a perplexity, an IoU.
+        """
+        return {name: float(mean) for name, mean in means.items() if mean.numel() == 1}
 
     def metrics(self) -> Mapping[str, Any]:
         """Return torchmetrics objects that `evaluate` updates; the core resets and reads them."""

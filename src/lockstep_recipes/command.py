@@ -1,7 +1,8 @@
-"""What the commands of all recipes share: strict flags, errors without tracebacks, exit codes.
+"""What the commands of all recipes share: flags, the run they ask for, exit codes.
 
-Owns: the way from `sys.argv` to an exit code. Does not own: any flag; each
-recipe's `flags.py` lists its own.
+Owns: the way from `sys.argv` to an exit code; the flags that decide a run, whatever is
+trained, and what they mean in a `RunConfig`; how a run shrinks to a rehearsal. Does not
+own: what is trained; each recipe's `flags.py` adds its own flags under its own names.
 """
 
 import argparse
@@ -9,21 +10,26 @@ import io
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError, LockstepError, closest
+from lockstep.parse import Model, parse_model
 from lockstep.runtime import launched_rank, leave_process
 from lockstep.task import Task
 from lockstep.trainer import RunResult, fit
+from lockstep_recipes.settings import merged
 
-Build = Callable[[Sequence[str]], tuple[Task, RunConfig]]
+Build = Callable[[Sequence[str]], tuple[Task, RunConfig] | Callable[[], RunResult]]
+"""From the command line to what `fit` takes; a recipe with its own loop returns the run instead."""
 
 EXIT_CODES = """exit codes: 0 finished; 2 the request or the data cannot work (what was trained
 is saved); 3 the loss is no longer a number; 130, 143, 138, 129 saved and left after Ctrl-C,
 SIGTERM, SIGUSR1, SIGHUP"""
 
+REHEARSAL_STEPS = 4
 
 SPEAK_FIRST_S = 3.0
 """What all ranks share, the first says, and its launcher then ends the others; what only another
@@ -44,6 +50,40 @@ class Flags(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+
+    def add_run_flags(
+        self,
+        *,
+        epochs: int,
+        warmup_epochs: float,
+        weight_decay: float,
+        lr_scaling: str = "none",
+        save_interval: int = 10,
+    ) -> None:
+        """Add what decides every run; `run_config` reads it back."""
+        add = self.add_argument
+        add("--epochs", type=int, default=epochs)
+        add("--max_steps", type=int, help="stop after so many weight updates")
+        add("--gradient_accumulation_steps", type=int, default=1)
+        add("--lr_scaling", choices=["none", "linear", "sqrt", "batch"], default=lr_scaling)
+        add("--warmup_epochs", type=float, default=warmup_epochs)
+        add("--weight_decay", type=float, default=weight_decay)
+        add("--save_interval", type=int, default=save_interval, help="epochs between named saves")
+        add("--eval_interval", type=int, default=1, help="epochs between evaluations")
+        add("--log_interval", type=int, default=10, help="steps between log lines")
+        add("--resume", default="auto", help="auto, never, discard, or a checkpoint")
+        add("--accept_changes", action="store_true", help="resume though batch, rate, data changed")
+        add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+        add("--seed", type=int, default=0)
+        add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting")
+        add("--local_rank", type=int, help="accepted; the launcher's environment wins")
+
+    def add_watch_flags(self, wandb_project: str) -> None:
+        """Add where the numbers go beside the run's folder; `watch_values` reads it back."""
+        self.add_argument("--use_wandb", action="store_true")
+        self.add_argument("--wandb_project", default=wandb_project)
+        self.add_argument("--wandb_name")
+        self.add_argument("--tensorboard", action="store_true")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse `argv`.
@@ -70,27 +110,108 @@ def _underscored(word: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
+def run_config(args: argparse.Namespace, **own: Any) -> RunConfig:
+    """Return the run that the run flags ask for, with a recipe's own values put over them.
+
+    Four flags have other names in other guides; their `dest` is always `batch_size`, `lr`,
+    `num_workers` and `on_bad_sample`. `output_dir` is settled by then.
+    """
+    values = {
+        "output_dir": args.output_dir,
+        "seed": args.seed,
+        "epochs": args.epochs,
+        "max_steps": args.max_steps,
+        "batch": {"batch_size": args.batch_size, "accumulate": args.gradient_accumulation_steps},
+        "rate": {"lr": args.lr, "lr_scaling": args.lr_scaling},
+        "schedule": {"warmup_epochs": args.warmup_epochs},
+        "loader": {"num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample},
+        "evaluation": {"every_epochs": args.eval_interval},
+        "checkpoint": {"every_epochs": args.save_interval},
+        "device": args.device,
+        "log_every": args.log_interval,
+        "resume": args.resume,
+        "accept_changes": args.accept_changes,
+    }
+    return RunConfig.parse(merged(values, own)).with_overrides(args.set)
+
+
+def watch_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the `sinks` section that the watch flags ask for."""
+    names = ("tensorboard", "wandb_project", "wandb_name")
+    return {"wandb": args.use_wandb} | {name: getattr(args, name) for name in names}
+
+
+def task_config(kind: type[Model], args: argparse.Namespace, **own: Any) -> Model:
+    """Return a task's config: each field from the flag of its name (its `dest`), or from `own`."""
+    given: Mapping[str, Any] = vars(args) | own
+    return parse_model(kind, {name: given[name] for name in kind.model_fields if name in given})
+
+
+def rehearse(args: argparse.Namespace, small: str, asked: str) -> None:
+    """Shrink what all runs share: a handful of steps in a folder of their own, anew each time.
+
+    Batch size and accumulation stay, so that the batch contract is the one asked for.
+    The recipe shrinks the rest from `asked` to `small`, in words.
+    """
+    if launched_rank() == 0:
+        print(
+            f"rehearsal: {small} for {REHEARSAL_STEPS} steps stands in for {asked} "
+            f"for {args.epochs} epochs",
+            flush=True,
+        )
+    args.max_steps, args.log_interval, args.resume = REHEARSAL_STEPS, 1, "discard"
+    args.eval_interval = args.save_interval = args.epochs  # once each, at the end
+    args.num_workers = min(args.num_workers, 1)
+    args.output_dir = str(Path(args.output_dir) / "rehearsal")
+
+
 def train(build: Build, argv: Sequence[str]) -> NoReturn:
-    """Build a task and a config from `argv`, train, and end the process with the exit code."""
+    """Train what `build` makes of `argv`, and end the process with the exit code."""
+
+    def work() -> int:
+        built = build(argv)
+        return _say(built() if callable(built) else fit(*built))
+
+    leave_process(_exit_code(work))
+
+
+def finish(action: Callable[[Sequence[str]], str], argv: Sequence[str]) -> NoReturn:
+    """Do what a command that trains nothing is asked for, and end the process."""
+    leave_process(answer(action, argv))
+
+
+def answer(action: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:
+    """Do `action`, let the first rank say what it returns, and return the exit code."""
+
+    def work() -> int:
+        text = action(argv)
+        if launched_rank() == 0:
+            print(text, flush=True)
+        return 0
+
+    return _exit_code(work)
+
+
+def _exit_code(work: Callable[[], int]) -> int:
+    """Do `work`; say what stops it as every command does."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may not know every letter
     try:
-        code = _say(fit(*build(argv)))
+        return work()
     except LockstepError as error:
-        code = error.exit_code
         if launched_rank() != 0:
             time.sleep(SPEAK_FIRST_S)
         if launched_rank() == 0 or not error.is_shared:
             print(f"lockstep: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     except KeyboardInterrupt:
-        code = 130
+        return 130
     except SystemExit as finished:  # --help
-        code = int(finished.code or 0)
+        return int(finished.code or 0)
     except BaseException:
         traceback.print_exc()
-        code = 1
-    leave_process(code)
+        return 1
 
 
 def _say(result: RunResult) -> int:

@@ -22,7 +22,7 @@ BASE = "_base_"
 VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
 
 
-class _OnceEach(yaml.SafeLoader):
+class _OnceEach(yaml.SafeLoader):  # type: ignore[misc]
     """Plain YAML, in which a key given twice is an error and not a silent choice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -32,7 +32,7 @@ class _OnceEach(yaml.SafeLoader):
                 problem = f"{key.value!r} is given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return dict(super().construct_mapping(node, deep))
 
 
 def read_settings(path: Path | str) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"settings that build on themselves: {chain}", f"another {BASE}")
     values = _load(path)
     base = values.pop(BASE, None)
-    values = _expand(values, path)
+    values = dict(_expand(values, path))
     if base is None:
         return values
     if not isinstance(base, str):

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from lockstep.errors import DataError
-from lockstep.observe.curves import draw_curves
+from lockstep.observe.curves import _grouped, draw_curves
 from lockstep.observe.events import EventLog
 
 
@@ -33,6 +33,31 @@ def test_losses_and_pace_stand_side_by_side_and_other_metrics_between_them(tmp_p
             assert colors is not None
             assert {(59, 111, 182), (209, 96, 61)} <= {color for _, color in colors}
     assert sizes[1][0] == pytest.approx(1.5 * sizes[0][0], abs=2)
+
+
+def test_many_metrics_get_panels_by_the_words_they_share_and_no_panel_too_many_lines() -> None:
+    names = [f"held-out {ema}iou_{n}" for ema in ("", "ema_") for n in range(4)]
+    names += ["held-out recovery", "held-out unigram_recovery", "held-out elbo", "held-out fid"]
+    groups = [(title, list(drawn)) for title, drawn in _grouped({n: ([], []) for n in names})]
+    assert groups == [
+        ("Held-out: iou", names[:6]),
+        ("Held-out: iou", names[6:8]),
+        ("Held-out: recovery", names[8:10]),
+        ("Held-out: others", names[10:]),
+    ]
+    assert [title for title, _ in _grouped({n: ([], []) for n in names[:6]})] == [
+        "Held-out metrics"
+    ]
+
+
+def test_many_panels_stand_in_rows_of_three(tmp_path: Path) -> None:
+    write_run(tmp_path / "few", num_steps=30, metrics=("loss", "miou"))
+    write_run(tmp_path / "many", num_steps=30, metrics=tuple(f"iou_{n}" for n in range(21)))
+    sizes = []
+    for name in ("few", "many"):
+        with Image.open(draw_curves(tmp_path / name, tmp_path / f"{name}.png")) as image:
+            sizes.append(image.size)
+    assert sizes[1] == (sizes[0][0], 2 * sizes[0][1]), "loss, four of IoUs, pace"
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 100])

@@ -1,14 +1,19 @@
-"""Run a recipe's command as its users do, in forked ranks: exit codes and what was printed."""
+"""What all recipes' tests share: a context, a batch, commands run on forked ranks.
+
+A command ends with its exit codes and what it printed.
+"""
 
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lockstep.testing import _warm_up, free_port
+from lockstep.task import Context, Task
+from lockstep.testing import FakeWorld, _warm_up, free_port
 from lockstep_recipes.command import train
 
 
@@ -25,6 +30,23 @@ class Ended:
 
 
 Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def context() -> Context:
+    return Context(FakeWorld(), seed=0, step=0, place=0)
+
+
+@pytest.fixture
+def read_batch() -> Callable[..., dict[str, Any]]:
+    """Return a function that collates the first training samples of a task."""
+
+    def read(task: Task, num: int = 4) -> dict[str, Any]:
+        data = task.train_data()
+        batch: dict[str, Any] = task.collate([data[index % len(data)] for index in range(num)])
+        return batch
+
+    return read
 
 
 @pytest.fixture

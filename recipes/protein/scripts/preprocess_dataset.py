@@ -2,7 +2,7 @@
 
 import sys
 
-from lockstep_recipes.protein.flags import finish
+from lockstep_recipes.command import finish
 from lockstep_recipes.protein.preprocess import run
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ number; it reads the record like everyone else, so kills and resumes leave no ma
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,17 @@ HELD_OUT = (
 LOG_SCALE_FROM = 30.0
 """Curves that span more than this factor are drawn on a logarithmic axis."""
 
+MAX_LINES = 6
+"""Held-out curves in one panel: more cannot be told apart."""
+NUM_COLUMNS = 3
+
 Series = tuple[list[int], list[float]]
 
 
 def draw_curves(folder: Path | str, path: Path | str) -> Path:
     """Draw the run in `folder` into the picture `path`, replacing an earlier one at once.
 
-    Left: the training loss and the held-out losses. Right: the learning rate and
+    First: the training loss and the held-out losses. Last: the learning rate and
     the speed. Other held-out metrics, if there are any, stand between the two.
 
     Raises:
@@ -45,19 +50,27 @@ def draw_curves(folder: Path | str, path: Path | str) -> Path:
     steps = [event for event in events if event["event"] == "step"]
     metrics = _metrics(events)
     losses = {name: series for name, series in metrics.items() if name.endswith("loss")}
-    others = {name: series for name, series in metrics.items() if name not in losses}
+    groups = _grouped({name: metrics[name] for name in metrics if name not in losses})
 
-    num_panels = 3 if others else 2
+    num_panels = len(groups) + 2
+    num_columns = min(num_panels, NUM_COLUMNS)
+    num_rows = math.ceil(num_panels / num_columns)
     padded = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
-    figure = Figure(figsize=(5.6 * num_panels, 4.2), dpi=110, layout=padded)
-    panels = list(figure.subplots(1, num_panels, sharex=True))
+    figure = Figure(figsize=(5.6 * num_columns, 4.2 * num_rows), dpi=110, layout=padded)
+    panels = figure.subplots(num_rows, num_columns, sharex=True, squeeze=False).ravel()
+    for unused in panels[num_panels:]:
+        unused.remove()
 
     _draw_losses(panels[0], _series(steps, "loss"), losses)
-    if others:
-        _prepare(panels[1], "Held-out metrics")
-        _plot_held_out(panels[1], others)
-        _fit_scale(panels[1], list(others.values()))
-    _draw_pace(panels[-1], _series(steps, "learning_rate"), _series(steps, "samples_per_second"))
+    for axes, (title, drawn) in zip(panels[1:], groups, strict=False):
+        _prepare(axes, title)
+        _plot_held_out(axes, drawn)
+        _fit_scale(axes, list(drawn.values()))
+    _draw_pace(
+        panels[num_panels - 1],
+        _series(steps, "learning_rate"),
+        _series(steps, "samples_per_second"),
+    )
 
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -65,6 +78,28 @@ def draw_curves(folder: Path | str, path: Path | str) -> Path:
     figure.savefig(aside, format="png")
     os.replace(aside, path)
     return path
+
+
+def _grouped(metrics: dict[str, Series]) -> list[tuple[str, dict[str, Series]]]:
+    """Share curves out over panels: where they are many, those whose names share a word."""
+    if len(metrics) <= MAX_LINES:
+        return [("Held-out metrics", metrics)] if metrics else []
+    words = {name: [word for word in _base(name).split("_") if word] for name in metrics}
+    num_names = Counter(word for found in words.values() for word in set(found))
+    groups: dict[str, list[str]] = {}
+    for name, found in words.items():
+        shared = max(reversed(found), key=lambda word: num_names[word])  # of equals, the last
+        groups.setdefault(shared if num_names[shared] > 1 else "others", []).append(name)
+    return [
+        (f"Held-out: {word}", {name: metrics[name] for name in names[start : start + MAX_LINES]})
+        for word, names in groups.items()
+        for start in range(0, len(names), MAX_LINES)
+    ]
+
+
+def _base(name: str) -> str:
+    """Return what a metric is called without saying of which weights, or that it is held out."""
+    return name.removeprefix("held-out ").removeprefix("ema_")
 
 
 def _draw_losses(axes: "Axes", train: Series, held_out: dict[str, Series]) -> None:
@@ -102,10 +137,16 @@ def _draw_pace(axes: "Axes", rate: Series, speed: Series) -> None:
 
 
 def _plot_held_out(axes: "Axes", held_out: dict[str, Series]) -> None:
-    for index, (name, series) in enumerate(held_out.items()):
-        color = HELD_OUT[index % len(HELD_OUT)]
+    bases = list(dict.fromkeys(_base(name) for name in held_out))
+    for name, series in held_out.items():
         axes.plot(
-            *series, color=color, linewidth=1.6, marker=_marker(series), markersize=4.5, label=name
+            *series,
+            color=HELD_OUT[bases.index(_base(name)) % len(HELD_OUT)],
+            linestyle="--" if "ema_" in name else "-",
+            linewidth=1.6,
+            marker=_marker(series),
+            markersize=4.5,
+            label=name,
         )
     if axes.get_lines():
         axes.legend(framealpha=0.75, edgecolor="none", fontsize=9, labelcolor=INK)
@@ -127,7 +168,7 @@ def _prepare(axes: "Axes", title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
     axes.set_xlabel("step", color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-    axes.tick_params(colors=INK, labelsize=9, length=0)
+    axes.tick_params(colors=INK, labelsize=9, length=0, labelbottom=True)
     axes.grid(color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
     for name, side in axes.spines.items():

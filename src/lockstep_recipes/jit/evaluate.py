@@ -14,7 +14,6 @@ Shapes: B images, H image side, F features.
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -47,18 +46,6 @@ class SamplerSettings:
     guidance: float = 2.9
     guidance_interval: tuple[float, float] = (0.1, 1.0)
     noise_scale: float = 1.0
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and every module back to what it was afterwards."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in was_training:
-            module.training = True
 
 
 def sample_noise(seed: int, indices: range, size: int) -> Tensor:

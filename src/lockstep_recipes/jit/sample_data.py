@@ -1,27 +1,20 @@
 """Small data sets made on the spot, with something in them to learn.
 
 Owns: drawing shapes and writing sentences, the same for the same seed. Does not
-own: reading them back. A folder appears whole or not at all: it is written aside
-and renamed, so that ranks may race for it.
+own: reading them back.
 """
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError
 from lockstep.randomness import derive_seed
-
-RECORD = ".lockstep_sample.json"
-"""Says what a folder was made from; written last. Hidden, so that no scan takes it for a text."""
+from lockstep_recipes.made_folder import make_folder
 
 Plane = NDArray[np.float64]
 
@@ -58,7 +51,7 @@ def make_images(
             f"1 to {len(SHAPES)} classes and at least one image of each",
         )
     record = {"images": num, "size": size, "classes": classes, "seed": seed}
-    return _make(Path(folder), record, lambda aside: _draw_all(aside, num, size, classes, seed))
+    return make_folder(folder, record, lambda aside: _draw_all(aside, num, size, classes, seed))
 
 
 def make_texts(folder: Path | str, num: int = 256, seed: int = 0) -> Path:
@@ -68,40 +61,7 @@ def make_texts(folder: Path | str, num: int = 256, seed: int = 0) -> Path:
         DataError: if the folder holds anything else.
     """
     record = {"texts": num, "seed": seed}
-    return _make(Path(folder), record, lambda aside: _write_all(aside, num, seed))
-
-
-def _make(folder: Path, record: dict[str, Any], fill: Callable[[Path], None]) -> Path:
-    if _is_made(folder, record):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        aside.chmod(0o755)
-        fill(aside)
-        (aside / RECORD).write_text(json.dumps(record))
-        try:
-            os.rename(aside, folder)
-        except OSError:
-            if not _is_made(folder, record):  # not another rank that was faster
-                raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return folder
-
-
-def _is_made(folder: Path, record: dict[str, Any]) -> bool:
-    """Say whether `folder` holds exactly this set; False when it is missing or empty."""
-    try:
-        made = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError):
-        made = None
-    if made == record:
-        return True
-    if folder.exists() and (made is not None or not folder.is_dir() or any(folder.iterdir())):
-        held = f"another sample set ({made})" if made else "files that are no sample set"
-        raise DataError(f"{folder} holds {held}", "name another folder, or remove this one")
-    return False
+    return make_folder(folder, record, lambda aside: _write_all(aside, num, seed))
 
 
 def _draw_all(folder: Path, num: int, size: int, classes: int, seed: int) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from lockstep.errors import ConfigError, DataError
+from lockstep.evaluation import evaluating
 from lockstep.randomness import seed_all, untouched
 from lockstep.runtime import World
 from lockstep.task import Context, PartialLoss, Task
@@ -237,7 +238,7 @@ class JiTTask(Task):
         self, model: nn.Module, batch: Mapping[str, Tensor], context: Context
     ) -> PartialLoss:
         """Return the loss of held-out images, every label kept and dropout off."""
-        with evaluate.evaluating(model), torch.no_grad():
+        with evaluating(model):
             return self._noised_loss(model, batch, batch["label"], context)
 
     def _noised_loss(
@@ -276,7 +277,7 @@ class JiTTask(Task):
         """
         config, world = self.config, context.world
         made: dict[str, float | Path] = {}
-        with evaluate.evaluating(model), torch.no_grad():
+        with evaluating(model):
             if config.grid:
                 batches = self._samples(model, context, config.grid)
                 own = torch.cat([_no_images(config.image_size, world.device), *batches])

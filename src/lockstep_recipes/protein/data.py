@@ -10,7 +10,8 @@ out, padding. Does not own: parsing a structure, the order of samples.
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,20 +211,15 @@ def open_split(
     return Split(open_all(train), open_all(held_out).by_length(), folder, predefined, left_out)
 
 
-class _leaving_out:
+@contextmanager
+def _leaving_out(left_out: list[str] | None) -> Iterator[None]:
     """Note the error of a bad chain in a list, where there is one, and go on."""
-
-    def __init__(self, left_out: list[str] | None) -> None:
-        self.left_out = left_out
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, DataError) or self.left_out is None:
-            return False
-        self.left_out.append(error.problem)
-        return True
+    try:
+        yield
+    except DataError as error:
+        if left_out is None:
+            raise
+        left_out.append(error.problem)
 
 
 def _sources(folder: Path, wanted: Filter, left_out: list[str] | None) -> dict[str, Chain | Path]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lockstep.runtime import World
 from lockstep_recipes.protein.model import NUM_BINS
 from lockstep_recipes.protein.residues import FREQUENCIES, UNKNOWN, periodic_chis
 
@@ -99,51 +98,3 @@ def measure_baselines(batch: Mapping[str, Tensor]) -> dict[str, Pair]:
     return {f"unigram_{name}": pair for name, pair in measured.items()} | {
         f"common_{name}": pair for name, pair in chis.items()
     }
-
-
-class Baselines:
-    """Sums of the baselines over a held-out set; measuring it twice changes no mean."""
-
-    NAMES = (
-        "unigram_recovery", "unigram_nats", "common_chi_mae", "common_chi1_mae",
-        "common_chi_within_20",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.local_sums = torch.zeros(len(self.NAMES), 2, dtype=torch.float64)
-
-    def add(self, batch: Mapping[str, Tensor]) -> None:
-        """Take in one batch."""
-        pairs = measure_baselines(batch)
-        rows = [[float(number) for number in pairs[name]] for name in self.NAMES]
-        self.local_sums += torch.tensor(rows, dtype=torch.float64)
-
-    def all_means(self, world: World) -> dict[str, float]:
-        """Return each baseline that has a unit. Collective."""
-        sums = zip(self.NAMES, world.all_sum(self.local_sums).tolist(), strict=True)
-        means = {name: value / weight for name, (value, weight) in sums if weight}
-        if "unigram_nats" in means:
-            means["unigram_perplexity"] = math.exp(means.pop("unigram_nats"))
-        return {"uniform_perplexity": float(UNKNOWN), **means}
-
-
-class Perplexity:
-    """The exponential of a mean over all ranks, for the core to reset and to read."""
-
-    def __init__(self) -> None:
-        self.world: World | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.local_sums = torch.zeros(2, dtype=torch.float64)
-
-    def add(self, pair: Pair) -> None:
-        """Take in a sum of nats and its weight."""
-        self.local_sums += torch.tensor([float(number) for number in pair], dtype=torch.float64)
-
-    def compute(self) -> float:
-        """Return the exponential of the mean. Collective."""
-        assert self.world is not None, "a task is told its world by the first step"
-        total, weight = self.world.all_sum(self.local_sums).tolist()
-        return math.exp(min(total / weight, 700.0)) if weight else math.nan

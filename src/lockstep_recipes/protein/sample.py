@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.checkpoint import CheckpointStore, load_model_state
 from lockstep.errors import ConfigError, DataError
 from lockstep.randomness import keyed_generator
-from lockstep_recipes.command import Flags
+from lockstep_recipes.command import Flags, finish
 from lockstep_recipes.protein.diffusion import Absorbing, Kernel
 from lockstep_recipes.protein.evaluate import bin_centres
 from lockstep_recipes.protein.model import ProteinNet
@@ -188,6 +188,4 @@ def find_chains(path: Path) -> list[Chain]:
 
 
 if __name__ == "__main__":
-    from lockstep_recipes.protein.flags import finish
-
     finish(run, sys.argv[1:])

@@ -2,25 +2,19 @@
 
 Owns: building backbones from torsion angles with the bond lengths and angles of real
 ones, and sequences that follow from them: helices, strands and turns have residues of
-their own. Does not own: reading them back. A folder appears whole or not at all.
+their own. Does not own: reading them back.
 """
 
-import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.errors import DataError
 from lockstep.randomness import derive_seed
+from lockstep_recipes.made_folder import make_folder
 from lockstep_recipes.protein.data import save_chain
 from lockstep_recipes.protein.residues import LETTERS, NAMES, SIDE_CHAINS
 from lockstep_recipes.protein.structure import Chain, Floats, fill_oxygen
-
-RECORD = ".lockstep_sample.json"
 
 # Torsions phi, psi of a state in degrees, the residues it prefers, and its chi1.
 STATES = {
@@ -121,26 +115,11 @@ def make_cache(folder: Path, num: int = 96, num_held_out: int = 8, seed: int = 0
     Raises:
         DataError: if the folder holds anything else.
     """
-    record = json.dumps({"chains": num, "held_out": num_held_out, "seed": seed})
-    made = folder / RECORD
-    if made.exists() and made.read_text() == record:
-        return folder
-    if folder.exists() and any(folder.iterdir()):
-        raise DataError(f"{folder} holds something else", "name another folder, or remove this one")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        aside.chmod(0o755)
+
+    def fill(aside: Path) -> None:
         names = [save_chain(aside, chain).stem for chain in make_chains(num, seed)]
         ends = {"val": names[:num_held_out], "test": names[num_held_out : 2 * num_held_out]}
         for split, listed in {"train": names[2 * num_held_out :], **ends}.items():
             (aside / f"{split}.txt").write_text("\n".join([*listed, ""]))
-        (aside / RECORD).write_text(record)
-        try:
-            os.rename(aside, folder)
-        except OSError:
-            if not made.exists() or made.read_text() != record:  # not another rank, faster
-                raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return folder
+
+    return make_folder(folder, {"chains": num, "held_out": num_held_out, "seed": seed}, fill)

@@ -22,6 +22,7 @@ from torch.optim import AdamW, Optimizer
 from lockstep.data.grouped import Grouped
 from lockstep.data.order import Order
 from lockstep.errors import ConfigError
+from lockstep.evaluation import evaluating
 from lockstep.plan import Contract
 from lockstep.randomness import seed_all, untouched
 from lockstep.runtime import World
@@ -48,6 +49,8 @@ NETWORK_FIELDS = {
     "use_discrete_diffusion", "schedule", "mask_ratio",
 }  # fmt: skip
 """What a checkpoint must agree with, and what is needed to sample from it."""
+BASELINES = ("unigram_", "common_")
+"""How the names of what was measured without the network begin."""
 
 
 class ProteinConfig(BaseModel):
@@ -137,8 +140,7 @@ class ProteinTask(Task):
         self.vocabulary = self.process.vocabulary
         auto = 0.5 if config.vocab == "fragment" else 1.0
         self.chi_weight = auto if config.chi_weight == "auto" else config.chi_weight
-        self.perplexities = {n: evaluate.Perplexity() for n in ("perplexity", "elbo_perplexity")}
-        self.baselines = evaluate.Baselines()
+        self.baselines: dict[str, float] = {}
 
     # --- data ---------------------------------------------------------------------------------
 
@@ -255,8 +257,6 @@ class ProteinTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch, context: Context) -> PartialLoss:
         """Return the mean over hidden residues plus the mean over their chi angles."""
-        for perplexity in self.perplexities.values():
-            perplexity.world = context.world
         t, x0, x_t, scored = self._hide(batch, context)
         coords = batch["coords"]
         if self.config.backbone_noise:
@@ -287,11 +287,6 @@ class ProteinTask(Task):
 
     # --- evaluation ---------------------------------------------------------------------------
 
-    def metrics(self) -> Mapping[str, Any]:
-        """Return the perplexities: they are no means, so no sums and weights."""
-        return self.perplexities
-
-    @torch.no_grad()
     def evaluate(
         self, model: nn.Module, batch: Batch, context: Context
     ) -> Mapping[str, tuple[Tensor, Tensor | float]]:
@@ -302,10 +297,9 @@ class ProteinTask(Task):
         x_T = self.process.noise(x0, context.generator("noise"))
         logits, chi_logits = model(coords, segment, x_T, torch.ones(len(x0), device=x0.device))
         measured = evaluate.measure_sequence(self.vocabulary.residues(logits), aatype)
-        self.perplexities["perplexity"].add(measured.pop("nats"))
         chi = evaluate.bin_centres(chi_logits.argmax(dim=-1))
         measured |= evaluate.measure_chis(chi, batch["chi"], batch["chi_mask"], aatype)
-        self.baselines.add(batch)
+        measured |= evaluate.measure_baselines(batch)
         if self.config.vocab == "fragment":
             fragment = known & (x0 >= 2)
             hits = (logits.argmax(dim=-1) == x0) & fragment
@@ -323,10 +317,21 @@ class ProteinTask(Task):
         scored = self.process.is_scored(x_t) & known
         measured["elbo"] = (weighted.sum(), known.sum())
         measured["loss"] = ((cross_entropy(logits, x0) * scored).sum(), scored.sum())
-        self.perplexities["elbo_perplexity"].add(measured["elbo"])
         return measured
 
-    @torch.no_grad()
+    def derive(self, means: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Add perplexities; keep the baselines, which no weights change, for the end."""
+        found = dict(super().derive(means))
+        nats = {
+            "perplexity": found.pop("nats", math.nan),
+            "elbo_perplexity": found.get("elbo", math.nan),
+            "unigram_perplexity": found.pop("unigram_nats", math.nan),
+        }
+        found |= {name: math.exp(min(mean, 700.0)) for name, mean in nats.items()}
+        own = {name: value for name, value in found.items() if not name.startswith(BASELINES)}
+        self.baselines = {name: value for name, value in found.items() if name not in own}
+        return own
+
     def finish_evaluation(
         self, model: nn.Module, context: Context, folder: str
     ) -> Mapping[str, float | Path]:
@@ -336,22 +341,20 @@ class ProteinTask(Task):
         weights, not on the number of ranks.
         """
         world, config, chains = context.world, self.config, self.split.held_out
-        baselines = self.baselines.all_means(world)
+        baselines = {"uniform_perplexity": float(UNKNOWN), **self.baselines}
         num = min(config.num_designs, len(chains))
         if not num:
             return baselines
         assert isinstance(model, ProteinNet)
-        was_training = model.training
-        model.eval()
         rows, texts = [], []
-        for index in range(world.rank, num, world.size):
-            chain = chains.chain(index * len(chains) // num)
-            made = design(
-                model, self.process, chain, config.sample_steps, config.sampler, context.seed
-            )
-            rows.append([made.recovery])
-            texts.append(fasta(chain, made))
-        model.train(was_training)
+        with evaluating(model):
+            for index in range(world.rank, num, world.size):
+                chain = chains.chain(index * len(chains) // num)
+                made = design(
+                    model, self.process, chain, config.sample_steps, config.sampler, context.seed
+                )
+                rows.append([made.recovery])
+                texts.append(fasta(chain, made))
         own = torch.tensor(rows, dtype=torch.float64).reshape(-1, 1)
         recoveries = world.all_gather(own.to(world.device)).flatten().cpu()
         said = world.all_texts("".join(texts))

@@ -1,4 +1,4 @@
-"""What is measured and drawn: a confusion matrix over ranks, windows over scales, pictures.
+"""What is measured and drawn: a confusion matrix, windows over scales, pictures.
 
 Owns: IoU and accuracy, the sliding-window prediction, the colours of classes. Does not
 own: which images are held out, nor when to look at them.
@@ -7,8 +7,7 @@ Shapes: H x W pixels, K classes.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from lockstep.runtime import World
 from lockstep_recipes.segmentation.data import CLASS_NAMES
 from lockstep_recipes.segmentation.labels import IGNORE
 
@@ -38,57 +36,34 @@ def normalise(image: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled.contiguous(memory_format=torch.channels_last)
 
 
-class Confusion:
-    """How many pixels of class t (row) were taken for class p (column); 255 is not counted."""
+def count_pixels(predicted: Tensor, truth: Tensor, num_classes: int) -> Tensor:
+    """Count the pixels of class t (row) that were taken for class p (column); 255 is left out."""
+    k = num_classes
+    pairs = torch.where(truth == IGNORE, k * k, truth.long() * k + predicted)
+    return torch.bincount(pairs.flatten(), minlength=k * k + 1)[:-1].view(k, k)
 
-    def __init__(self, num_classes: int) -> None:
-        self.num_classes = num_classes
-        self.matrix = torch.zeros(num_classes, num_classes, dtype=torch.int64)
 
-    def reset(self) -> None:
-        """Forget all pixels."""
-        self.matrix = torch.zeros_like(self.matrix)
+def read_confusion(matrix: Tensor) -> dict[str, float]:
+    """Return mIoU, pixel accuracy and each class's IoU from counts of pixels, or shares.
 
-    def update(self, predicted: Tensor, truth: Tensor) -> None:
-        """Count the pixels of one batch."""
-        k = self.num_classes
-        pairs = torch.where(truth == IGNORE, k * k, truth.long() * k + predicted)
-        counted = torch.bincount(pairs.flatten(), minlength=k * k + 1)[:-1].view(k, k)
-        self.matrix = self.matrix.to(counted.device) + counted
-
-    def compute(self, world: World) -> dict[str, float]:
-        """Return mIoU, pixel accuracy and each class's IoU over all ranks' pixels. Collective.
-
-        Classes that neither occur nor were predicted have no IoU, and no part in the mean.
-        """
-        matrix = world.all_sum(self.matrix.to(world.device)).double().cpu()
-        hit, union = matrix.diag(), matrix.sum(0) + matrix.sum(1) - matrix.diag()
-        seen = union > 0
-        iou = hit / union.clamp(min=1)
-        names = class_names(self.num_classes)
-        measured = {
-            "miou": float(iou[seen].mean()) if seen.any() else 0.0,
-            "pixel_accuracy": float(hit.sum() / matrix.sum().clamp(min=1)),
-        }
-        return measured | {f"iou_{names[i]}": float(iou[i]) for i in range(len(iou)) if seen[i]}
+    Classes that neither occur nor were predicted have no IoU, and no part in the mean.
+    """
+    hit, union = matrix.diag(), matrix.sum(0) + matrix.sum(1) - matrix.diag()
+    seen = union > 0
+    iou = hit / torch.where(seen, union, 1)
+    total = float(matrix.sum())
+    names = class_names(len(matrix))
+    measured = {
+        "miou": float(iou[seen].mean()) if seen.any() else 0.0,
+        "pixel_accuracy": float(hit.sum()) / total if total else 0.0,
+    }
+    return measured | {f"iou_{names[i]}": float(iou[i]) for i in range(len(iou)) if seen[i]}
 
 
 def class_names(num_classes: int) -> Sequence[str]:
     """Return what VOC's or CamVid's classes are called, or numbers."""
     known = CLASS_NAMES.get(num_classes)
     return known.split() if known else [f"{index:02d}" for index in range(num_classes)]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to running statistics inside the block, and back."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 def window_starts(length: int, window: int) -> list[int]:

@@ -1,13 +1,8 @@
 """Shapes with masks, scribbles and pseudo-labels, made on the spot in VOC's layout.
 
-Owns: drawing them, the same for the same seed. Does not own: reading them back. The
-folder appears whole or not at all, so that ranks may race for it.
+Owns: drawing them, the same for the same seed. Does not own: reading them back.
 """
 
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from lockstep.errors import DataError
 from lockstep.randomness import derive_seed
+from lockstep_recipes.made_folder import make_folder
 from lockstep_recipes.segmentation.data import VOC_FOLDERS, VOC_LISTS
 from lockstep_recipes.segmentation.labels import IGNORE, Labels, scribble_of
 
-RECORD = "sample_data.json"
 Plane = NDArray[np.float64]
 
 # Where each class's shape is, from coordinates in units of its radius; class 0 is background.
@@ -44,34 +38,8 @@ def make_shapes(
     Raises:
         DataError: if the folder holds anything else.
     """
-    folder = Path(folder)
-    record = json.dumps({"num": num, "num_val": num_val, "size": size, "seed": seed})
-    if _holds(folder, record):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        aside.chmod(0o755)
-        _write(aside, num, num_val, size, seed)
-        (aside / RECORD).write_text(record)
-        try:
-            os.rename(aside, folder)
-        except OSError:
-            if not _holds(folder, record):  # not another rank that was faster
-                raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return folder
-
-
-def _holds(folder: Path, record: str) -> bool:
-    try:
-        if (folder / RECORD).read_text() == record:
-            return True
-    except OSError:
-        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-            return False
-    raise DataError(f"{folder} holds other files", "name another folder, or remove this one")
+    record = {"num": num, "num_val": num_val, "size": size, "seed": seed}
+    return make_folder(folder, record, lambda aside: _write(aside, num, num_val, size, seed))
 
 
 def _write(folder: Path, num: int, num_val: int, size: int, seed: int) -> None:

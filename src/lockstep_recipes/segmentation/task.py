@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lockstep.errors import ConfigError, DataError
+from lockstep.evaluation import evaluating
 from lockstep.plan import Contract
 from lockstep.runtime import World
 from lockstep.task import Context, PartialLoss, Task
@@ -43,10 +44,10 @@ from lockstep_recipes.segmentation.data import (
     open_split,
 )
 from lockstep_recipes.segmentation.evaluate import (
-    Confusion,
+    count_pixels,
     draw_rows,
-    evaluating,
     normalise,
+    read_confusion,
 )
 from lockstep_recipes.segmentation.labels import IGNORE
 from lockstep_recipes.segmentation.model import SegmentationNet, load_backbone, shrink_labels
@@ -112,6 +113,7 @@ class SegmentationTask(Task):
         self.skipped: list[str] = []
         self._began = time.monotonic()
         self._steps_per_epoch = 1
+        self._miou = 0.0
 
     # --- data ---------------------------------------------------------------------------------
 
@@ -249,38 +251,34 @@ class SegmentationTask(Task):
 
     # --- evaluation ---------------------------------------------------------------------------
 
-    @cached_property
-    def confusion(self) -> Confusion:
-        """The pixels counted since the evaluation began."""
-        return Confusion(self.num_classes)
-
-    def metrics(self) -> dict[str, Any]:
-        """Begin to count anew. The matrix is read in `finish_evaluation`, which knows the ranks."""
-        self.confusion.reset()
-        return {}
-
     def evaluate(
         self, model: nn.Module, batch: Batch, context: Context
     ) -> dict[str, tuple[Tensor, Tensor | float]]:
         """Count the pixels of held-out images, and sum their cross-entropy."""
         logits, _ = model(normalise(batch["image"], next(model.parameters()).dtype))
-        self.confusion.update(logits.argmax(dim=1), batch["label"])
-        labelled = (batch["label"] != IGNORE).sum()
-        return {"loss": (cross_entropy_sum(logits, batch["label"]), labelled)}
+        labels = batch["label"]
+        return {
+            "loss": (cross_entropy_sum(logits, labels), (labels != IGNORE).sum()),
+            "confusion": (count_pixels(logits.argmax(dim=1), labels, self.num_classes), 1.0),
+        }
+
+    def derive(self, means: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Read the IoUs off the matrix of all ranks' pixels."""
+        nothing = torch.zeros(self.num_classes, self.num_classes)
+        measured = read_confusion(means.get("confusion", nothing))
+        self._miou = measured["miou"]
+        return {**super().derive(means), **measured}
 
     def finish_evaluation(
         self, model: nn.Module, context: Context, folder: str
     ) -> Mapping[str, float | Path]:
-        """Sum the matrix over ranks; let the first say it and draw predictions. Collective."""
-        measured: dict[str, float | Path] = dict(self.confusion.compute(context.world))
+        """Let the first rank say the mIoU and draw predictions."""
+        path = Path(folder) / "samples" / f"step_{context.step:08d}.png"
         if context.world.is_first:
-            self._say(float(measured["miou"]), context.step, Path(folder))  # type: ignore[arg-type]
-        if self.config.num_pictures:
-            path = Path(folder) / "samples" / f"step_{context.step:08d}.png"
-            if context.world.is_first:
+            self._say(self._miou, context.step, Path(folder))
+            if self.config.num_pictures:
                 self._draw(model, context.world, path)
-            measured["predictions"] = path
-        return measured
+        return {"predictions": path} if self.config.num_pictures else {}
 
     def _say(self, miou: float, step: int, folder: Path) -> None:
         """Print the origin's lines and keep them in `log.txt`."""

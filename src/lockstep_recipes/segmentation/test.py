@@ -14,17 +14,18 @@ import torch
 from PIL import Image
 
 from lockstep.checkpoint import CheckpointStore, load_model_state
-from lockstep.errors import CheckpointError, LockstepError
-from lockstep.runtime import World, launched_rank, leave_process
-from lockstep_recipes.command import Flags
+from lockstep.errors import CheckpointError
+from lockstep.runtime import World
+from lockstep_recipes.command import Flags, finish
 from lockstep_recipes.segmentation.data import SegmentationData, check_files, open_split
 from lockstep_recipes.segmentation.evaluate import (
     TEST_SCALES,
     TEST_WINDOW,
-    Confusion,
+    count_pixels,
     draw_rows,
     normalise,
     predict_in_windows,
+    read_confusion,
 )
 from lockstep_recipes.segmentation.model import SegmentationNet
 from lockstep_recipes.segmentation.task import SegmentationTask
@@ -77,7 +78,7 @@ def test_split(args: Namespace, world: World) -> dict[str, float]:
     listing = open_split(args.dataset_path, args.split, num_classes=num_classes, void=void)
     check_files(listing, ["mask"])
     data = SegmentationData(listing, ("mask",))
-    confusion = Confusion(num_classes)
+    local_matrix = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=world.device)
     on_gpu = world.device.type == "cuda"
     for index in range(min(len(data), args.max_images or len(data)))[world.rank :: world.size]:
         image, planes = data.read(index)
@@ -86,30 +87,28 @@ def test_split(args: Namespace, world: World) -> dict[str, float]:
             seen = normalise(pixels, torch.float32)[0]
             predicted = predict_in_windows(model, seen, args.scales, args.window).argmax(dim=0)
         truth = torch.from_numpy(planes["mask"]).to(world.device)
-        confusion.update(predicted, truth)
+        local_matrix += count_pixels(predicted, truth, num_classes)
         if args.output:
             mask = predicted.to(torch.uint8).cpu().numpy()
             name = f"{listing.names[index]}.png"
             draw_rows([(np.asarray(image), planes["mask"], mask)], args.output / "pictures" / name)
             (args.output / "masks").mkdir(parents=True, exist_ok=True)
             Image.fromarray(mask).save(args.output / "masks" / name)
-    return confusion.compute(world)
+    return read_confusion(world.all_sum(local_matrix).double().cpu())
 
 
-def main(argv: Sequence[str]) -> int:
-    """Test, say what came of it, and return the exit code."""
-    try:
-        args = flags().read(argv)
-        with World.enter(args.device) as world:
-            measured = test_split(args, world)
-        if launched_rank() == 0:
-            sys.stdout.write(f" * IOU_All {measured['miou']:.4f}\n")
-            sys.stdout.writelines(f"{name:<24}{value:.4f}\n" for name, value in measured.items())
-    except LockstepError as error:
-        sys.stderr.write(f"lockstep: {error}\n")
-        return error.exit_code
-    return 0
+def run(argv: Sequence[str]) -> str:
+    """Test what `argv` asks for and return what to say. Collective.
+
+    Raises:
+        LockstepError: if the request, the checkpoint or the data cannot be used.
+    """
+    args = flags().read(argv)
+    with World.enter(args.device) as world:
+        measured = test_split(args, world)
+    lines = [f"{name:<24}{value:.4f}" for name, value in measured.items()]
+    return "\n".join([f" * IOU_All {measured['miou']:.4f}", *lines])
 
 
 if __name__ == "__main__":
-    leave_process(main(sys.argv[1:]))
+    finish(run, sys.argv[1:])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.task import Context
 from lockstep.testing import FakeWorld
 from lockstep_recipes.jit.model import JiT, Variant
 from lockstep_recipes.jit.sample_data import make_images, make_texts
@@ -72,21 +71,6 @@ def make_mini() -> Callable[..., JiT]:
         return model
 
     return make
-
-
-@pytest.fixture
-def context() -> Context:
-    return Context(FakeWorld(), seed=0, step=0, place=0)
-
-
-@pytest.fixture
-def read_batch() -> Callable[..., dict[str, Tensor]]:
-    def read(task: JiTTask, num: int) -> dict[str, Tensor]:
-        data = task.train_data()
-        batch: dict[str, Tensor] = task.collate([data[i % len(data)] for i in range(num)])
-        return batch
-
-    return read
 
 
 class ThreadWorld(FakeWorld):

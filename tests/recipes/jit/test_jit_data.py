@@ -327,7 +327,7 @@ def test_a_failed_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError("disk full")
 
     monkeypatch.setattr("lockstep_recipes.jit.sample_data.draw", refuse)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(DataError, match="disk full"):
         make_images(tmp_path / "data", num=8, size=8)
     assert list(tmp_path.iterdir()) == []
 

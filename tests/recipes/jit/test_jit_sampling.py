@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lockstep.evaluation import evaluating
 from lockstep.task import Context
 from lockstep.testing import FakeWorld
 from lockstep_recipes.jit.evaluate import (
@@ -172,6 +174,29 @@ def test_a_model_that_knows_the_image_draws_it(make_task: MakeTask, tmp_path: Pa
     drawn = read_picture(tmp_path)[2:66:8, 2:66:8].transpose(2, 0, 1)
     # The clamp of 1-t leaves about a fiftieth of the noise in it.
     assert np.abs(drawn.astype(int) - to_bytes(target[0]).numpy()).max() <= 10
+
+
+def test_one_image_of_each_class_is_learned_by_heart_and_drawn(
+    make_task: MakeTask, context: Context
+) -> None:
+    task = make_task(
+        label_drop=0.0, flip=False, guidance=1.0, sample_steps=20, grid=0, num_fid_samples=0
+    )
+    data, labels = task.train_data(), task.listings[0].labels
+    batch = task.collate([data[labels.index(number)] for number in [0, 1, 2, 3] * 2])
+    model = task.build_model()
+    optimizer = task.build_optimizer(model, lr=3e-3)
+    for step in range(90):
+        task.loss(model, batch, replace(context, step=step)).loss_sum.div(8).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with evaluating(model):
+        drawn = torch.cat(list(task._samples(model, context, num=8)))
+    distance = from_bytes(drawn)[:, None] - from_bytes(batch["image"][:4])
+    distance = distance.square().mean(dim=(2, 3, 4))  # (8 samples, 4 images)
+    assert distance.argmin(dim=1).tolist() == [0, 1, 2, 3] * 2, "the class that was asked for"
+    assert distance.min(dim=1).values.max() < 0.02, "the images are 0.14 and more apart"
 
 
 def test_text_samples_are_written_as_text(

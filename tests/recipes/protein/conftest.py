@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.task import Context
-from lockstep.testing import FakeWorld
 from lockstep_recipes.protein.data import Split, chains_of
 from lockstep_recipes.protein.sample_data import make_cache, make_chains
 from lockstep_recipes.protein.structure import Chain
@@ -53,11 +51,6 @@ def make_task(chains: list[Chain]) -> Callable[..., InMemory]:
         return InMemory(ProteinConfig(**{**SMALL, **changes}), chains[:8], chains[8:])
 
     return make
-
-
-@pytest.fixture
-def context() -> Context:
-    return Context(FakeWorld(), seed=0, step=0, place=0)
 
 
 @pytest.fixture

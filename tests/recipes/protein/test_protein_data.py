@@ -181,5 +181,5 @@ def test_sample_data_are_left_alone_and_other_files_are_not_overwritten(tmp_path
     before = sorted(path.stat().st_mtime_ns for path in folder.iterdir())
     assert make_cache(tmp_path / "cache", num=12, num_held_out=2) == folder
     assert sorted(path.stat().st_mtime_ns for path in folder.iterdir()) == before
-    with pytest.raises(DataError, match="something else"):
+    with pytest.raises(DataError, match="another sample set"):
         make_cache(tmp_path / "cache", num=13, num_held_out=2)

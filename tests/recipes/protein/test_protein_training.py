@@ -212,7 +212,8 @@ def overfit(make: Callable[[], ProteinTask], folder: str, steps: int) -> dict[st
     ).metrics
 
 
-def test_eight_chains_are_learned_by_heart(make_task, tmp_path, capsys) -> None:
+@pytest.mark.parametrize("loss", ["elbo", "simple"])
+def test_eight_chains_are_learned_by_heart(loss, make_task, tmp_path) -> None:
     eight = make_chains(8, 3, 12, 16)
 
     def make() -> ProteinTask:
@@ -221,7 +222,7 @@ def test_eight_chains_are_learned_by_heart(make_task, tmp_path, capsys) -> None:
             num_neighbors=14,
             dropout=0.0,
             backbone_noise=0.0,
-            loss="elbo",
+            loss=loss,
             chi_weight=0.1,
             sample_steps=10,
             num_designs=8,

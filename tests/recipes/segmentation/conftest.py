@@ -5,11 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from lockstep import RunConfig
-from lockstep.task import Context
-from lockstep.testing import FakeWorld
 from lockstep_recipes.segmentation.sample_data import NUM_CLASSES, make_shapes
 from lockstep_recipes.segmentation.task import SegmentationConfig, SegmentationTask
 
@@ -33,20 +30,6 @@ def make_task(shapes: Path) -> Callable[..., SegmentationTask]:
         return kind(SegmentationConfig(**THIN | {"data": shapes} | changes))
 
     return make
-
-
-@pytest.fixture
-def context() -> Context:
-    return Context(FakeWorld(), seed=0, step=0, place=0)
-
-
-@pytest.fixture
-def read_batch() -> Callable[..., dict[str, Tensor]]:
-    def read(task: SegmentationTask, num: int = 4) -> dict[str, Tensor]:
-        data = task.train_data()
-        return task.collate([data[index] for index in range(num)])
-
-    return read
 
 
 @pytest.fixture

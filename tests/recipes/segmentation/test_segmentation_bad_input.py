@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
+from lockstep_recipes.command import answer
 from lockstep_recipes.segmentation import test as test_command
 from lockstep_recipes.segmentation.flags import build, choose_model
 from lockstep_recipes.segmentation.sample_data import make_shapes
@@ -156,7 +157,7 @@ def test_the_final_test_rebuilds_the_network_and_writes_masks(
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
     argv = ["--checkpoint", str(checkpoint), "--dataset_path", str(data), "--window", "33"]
     argv += ["--scales", "0.5", "1", "1.5", "--output", str(tmp_path / "out")]
-    assert test_command.main(argv) == 0
+    assert answer(test_command.run, argv) == 0
     out = capfd.readouterr().out
     assert out.startswith(" * IOU_All 0.")
     said = dict(line.split() for line in out.splitlines()[1:])
@@ -176,5 +177,5 @@ def test_the_final_test_rebuilds_the_network_and_writes_masks(
         ):
             right.append((np.asarray(mask) == np.asarray(truth)).ravel())
     assert float(said["pixel_accuracy"]) == pytest.approx(np.concatenate(right).mean(), abs=1e-4)
-    assert test_command.main(["--checkpoint", "nowhere", "--dataset_path", str(data)]) == 2
+    assert answer(test_command.run, ["--checkpoint", "nowhere", "--dataset_path", str(data)]) == 2
     assert "nowhere" in capfd.readouterr().err

@@ -154,7 +154,7 @@ def test_sample_data_are_made_once_and_never_over_other_files(tmp_path: Path) ->
     before = {f: f.stat().st_mtime_ns for f in made.rglob("*")}
     assert make_shapes(tmp_path / "a", num=2, num_val=1, size=24) == made
     assert {f: f.stat().st_mtime_ns for f in made.rglob("*")} == before
-    with pytest.raises(DataError, match="other files"):
+    with pytest.raises(DataError, match="another sample set"):
         make_shapes(tmp_path / "a", num=3, num_val=1, size=24)
 
 
