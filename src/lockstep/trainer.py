@@ -101,18 +101,22 @@ class Trainer:
             # ---- the step ----
             for group, base in zip(run.optimizer.param_groups, run.base_rates, strict=True):
                 group["lr"] = base * schedule(progress.step)
-            self.report = train_step(
-                run.task.loss,
-                run.model,
-                run.optimizer,
-                upcoming,
-                run.world,
-                weights=run.task.weights,
-                seed=config.seed,
-                max_grad_norm=config.max_grad_norm,
-                autocast=run.autocast,
-                scaler=run.scaler,
-            )
+            try:
+                self.report = train_step(
+                    run.task.loss,
+                    run.model,
+                    run.optimizer,
+                    upcoming,
+                    run.world,
+                    weights=run.task.weights,
+                    seed=config.seed,
+                    max_grad_norm=config.max_grad_norm,
+                    autocast=run.autocast,
+                    scaler=run.scaler,
+                )
+            except Exception as error:
+                error.add_note(f"in step {progress.step + 1} of rank {run.world.rank}")
+                raise
             progress.take(self.report, upcoming)
             run.averages.update(progress.step)
             self._enter_into_ledger(upcoming)
@@ -150,7 +154,7 @@ class Trainer:
         """Let the first rank say who trains, on what, from where; and write it down."""
         run, world = self.run, self.run.world
         if world.is_first:
-            console = Console(run.loader.total_steps)
+            console = Console(run.loader.total_steps, log_file=run.config.sinks.log_file)
             stack.callback(console.close)
             resumed_at = run.progress.step if run.resumed_from else None
             values = json.loads(run.config.model_dump_json())

@@ -9,7 +9,6 @@ import argparse
 import io
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -210,7 +209,7 @@ def _exit_code(work: Callable[[], int]) -> int:
     except SystemExit as finished:  # --help
         return int(finished.code or 0)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # said here, or by the launcher
         return 1
 
 

@@ -28,8 +28,11 @@ def test_a_recipe_trains_on_two_ranks_and_a_hopeless_request_is_refused_once(
     assert run["world_size"] == 2
 
 
-def test_a_rank_that_is_killed_is_named(start: Start) -> None:
-    code = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(60)"
-    launched = start(sys.executable, "-c", LAUNCH_LOCALLY, "-c", code)
+def test_a_rank_that_is_killed_is_named(tmp_path: Path, start: Start) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, time\nos.environ['RANK'] == '1' and os.kill(os.getpid(), 9)\ntime.sleep(60)\n"
+    )
+    launched = start(sys.executable, "-c", LAUNCH_LOCALLY, script)
     assert launched.finish() == 137
     assert "lockstep: rank 1 was ended by SIGKILL\n  try: the same command" in launched.text

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,34 @@ def test_a_step_is_one_plain_line() -> None:
         "step   120/1000  epoch 1.20  loss 0.4312  lr 1.0e-04  grad 0.91"
         "  1234 samples/s  data wait 2%  ETA 0:03:12\n"
     )
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_log_file_keeps_every_line_and_goes_on_after_a_resume(
+    tmp_path: Path, is_terminal: bool
+) -> None:
+    for step in (1, 2):
+        console = Console(9, io.StringIO(), is_terminal=is_terminal, log_file=tmp_path / "a" / "b")
+        console.note("a banner")
+        console(event("step", step, loss=0.5))
+        console.close()
+    lines = (tmp_path / "a" / "b").read_text().splitlines()
+    assert lines[0] == lines[2] == "a banner"
+    assert [line[:22] for line in lines[1::2]] == [
+        "step     1/9  loss 0.5",
+        "step     2/9  loss 0.5",
+    ]
+
+
+def test_a_log_file_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    (tmp_path / "a").write_text("a file, not a folder")
+    console = Console(9, stream, log_file=tmp_path / "a" / "b")
+    console.note("one")
+    console.note("two")
+    told = stream.getvalue().splitlines()
+    assert [told[0], told[2:]] == ["one", ["two"]]
+    assert told[1].startswith(f"warning: no log is kept in {tmp_path / 'a' / 'b'}")
 
 
 def test_every_kind_has_its_line() -> None:

@@ -13,6 +13,7 @@ app = typer.Typer(
 )
 
 PLAN_EXAMPLE = "Example: lockstep plan --samples 29500 --batch-size 4 --gpus 1,2,4,8"
+LAUNCH_EXAMPLE = "Example: lockstep launch --gpus 4 --restarts 3 train.py --epochs 10"
 RUN_EXAMPLE = (
     "Example: lockstep run jit --gpus 2 --data_path data/train --batch_size 64 --epochs 100"
 )
@@ -25,7 +26,7 @@ RUN_EXAMPLE = (
 )
 def run(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="jit, protein or segmentation")] = "",
+    recipe: Annotated[str, typer.Argument(help="atlas, ctclip, jit, protein or segmentation")] = "",
     gpus: Annotated[str, typer.Option(help="processes to start, one per GPU, or 'all'")] = "1",
 ) -> None:
     """Train a built-in recipe. `lockstep run RECIPE --help` lists the recipe's own flags."""
@@ -35,6 +36,32 @@ def run(
         typer.echo(context.get_help())
         raise typer.Exit(0 if recipe else 2)
     sys.exit(run_recipe(recipe, gpus, context.args))
+
+
+@app.command(
+    epilog=LAUNCH_EXAMPLE,
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def launch(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT ...", help="a script, or -m MODULE, and its flags"),
+    ],
+    gpus: Annotated[str, typer.Option(help="processes here, one per GPU, or 'all'")] = "all",
+    nodes: Annotated[int, typer.Option(help="machines that train together")] = 1,
+    node_rank: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
+    head: Annotated[str, typer.Option(help="HOST:PORT of the first, the same on all")] = "",
+    restarts: Annotated[int, typer.Option(help="how often to start again after a failure")] = 0,
+    logs: Annotated[str | None, typer.Option(help="folder for a log file per rank")] = None,
+    wait: Annotated[float, typer.Option(help="seconds to wait for the other machines")] = 600,
+) -> None:
+    """Run a script on several processes: free port, first error shown, nothing left behind."""
+    from lockstep.cli.run import count_processes
+    from lockstep.launch.local import Launch
+    from lockstep.launch.local import launch as start
+
+    num = count_processes(gpus)
+    sys.exit(start(Launch(tuple(words), num, nodes, node_rank, head, restarts, logs, wait)))
 
 
 @app.command(epilog=PLAN_EXAMPLE)

@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import pkgutil
-import sys
 from collections.abc import Sequence
 
 from lockstep.errors import ConfigError, closest
@@ -32,9 +31,9 @@ def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
     flags.flags().read(argv)
     if num_processes == 1:
         importlib.import_module("lockstep_recipes.command").train(flags.build, argv)
-    from lockstep.launch.local import launch
+    from lockstep.launch.local import Launch, launch
 
-    return launch([sys.executable, "-m", module, *argv], num_processes)
+    return launch(Launch(("-m", module, *argv), num_processes))
 
 
 def count_processes(gpus: str) -> int:

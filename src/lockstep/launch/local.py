@@ -1,60 +1,242 @@
-"""Run a command on N processes of this machine, under torch's elastic agent.
+"""Run a script on the processes of this machine, alone or as one of several, on torch's agent.
 
-Owns: the agent's settings and the exit code. Does not own: restarting, hosts.
+Owns: the agent's settings, what is said when a rank fails, when not to try again, the
+exit code. Does not own: starting and restarting (torch's elastic agent does), what a
+rank does (`worker.py`).
+
+Workers are forked from a process that has imported torch, so that a restart costs tenths
+of a second. That process watches the launcher: without it, it ends, and the workers with it.
 """
 
-import dataclasses
+import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
+import types
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
-STOPPING: dict[str, Any] = {
-    # Passed on to every rank; SLURM announces the time limit with SIGUSR1.
-    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-    # How long ranks that were told to stop may save; who signals twice need not wait.
-    "shutdown_timeout": 90,
-}
-"""How the agent passes a stop on, where this version of torch lets us say."""
+from lockstep.errors import LaunchError
+from lockstep.launch.worker import RECORD, work
+
+CRASH_LOOP = 3
+"""So many times the same error at the same step, and it is not tried again."""
+EXIT_CRASH_LOOP = 4
+FINAL_CODES = {2, 3, 129, 130, 138, 143}
+"""A request that cannot work, a loss that is no number, a stop that was asked for: all are
+as true the second time."""
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""Passed on to every rank; SLURM announces the time limit with SIGUSR1."""
+SHUTDOWN_S = 90
+"""How long ranks that were told to stop may save; who signals twice need not wait."""
+MONITOR_S = 0.02
 
 
-def launch(command: Sequence[str], num_processes: int) -> int:
-    """Run `command` as ranks 0 to N-1 and return the exit code of the first that failed, or 0."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to run, and on how many processes."""
+
+    words: tuple[str, ...]
+    """A script, or -m and a module, and its arguments."""
+    num_processes: int
+    """On this machine."""
+    num_nodes: int = 1
+    node_rank: int = 0
+    head: str = ""
+    """HOST:PORT of node 0; on one machine a free port is taken."""
+    restarts: int = 0
+    logs: str | None = None
+    wait_s: float = 600.0
+    """How long to wait for the other machines."""
+
+
+def launch(command: Launch) -> int:
+    """Run it and return the exit code of the first rank that failed, or 0."""
+    _check(command)
+    cores_each = max(1, (os.cpu_count() or 1) // command.num_processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_each))
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SIGNALS
+    # Restarted workers must not find the addresses of those before them.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with _as_nobody():
+        multiprocessing.set_forkserver_preload(["lockstep.launch.warm"])
+        forkserver.ensure_running()  # it imports torch while we do
+
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The failing rank has said what is wrong; the agent's own table says it again, worse.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    cores_each = max(1, (os.cpu_count() or 1) // num_processes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores_each))
-    known = {setting.name for setting in dataclasses.fields(LaunchConfig)}
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        **{name: value for name, value in STOPPING.items() if name in known},
-    )
+    for chatty in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(chatty).setLevel(logging.CRITICAL)
+    agent = _build_agent(command)
     try:
-        elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        if failure.exitcode >= 0:
-            return failure.exitcode
-        name = signal.Signals(-failure.exitcode).name
-        sys.stderr.write(
-            f"lockstep: rank {rank} was ended by {name}\n"
-            "  try: the same command again; it goes on from the newest checkpoint\n"
-        )
-        return 128 - failure.exitcode
+        with _as_nobody():
+            result = agent.run()
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
-    return 0
+    finally:
+        agent._worker_group.spec.rdzv_handler.shutdown()
+    return int(agent.exit_code) if result.is_failed() else 0
+
+
+def _check(command: Launch) -> None:
+    """Refuse what cannot start, before anything does."""
+    script = command.words[0] if command.words else ""
+    if script != "-m" and not Path(script).is_file():
+        raise LaunchError(f"there is no script {script!r}", "its path from here, or -m MODULE")
+    if command.num_nodes > 1 and ":" not in command.head:
+        raise LaunchError(f"{command.num_nodes} nodes need a place to meet", "--head HOST:PORT")
+    if not 0 <= command.node_rank < command.num_nodes:
+        raise LaunchError(
+            f"--node-rank {command.node_rank} of {command.num_nodes} nodes",
+            f"0 to {command.num_nodes - 1}",
+        )
+
+
+def _build_agent(command: Launch) -> Any:
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+    class Agent(LocalElasticAgent):
+        """Torch's agent, which also knows why ranks fail and when to give up."""
+
+        exit_code = 0
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            self.seen: Counter[str] = Counter()
+
+        def _monitor_workers(self, worker_group: Any) -> RunResult:
+            result: RunResult = super()._monitor_workers(worker_group)
+            if result.is_failed():
+                self._take_note(worker_group)
+            return result
+
+        def _take_note(self, worker_group: Any) -> None:
+            """Say what happened, and decide whether to try again."""
+            assert self._pcontext is not None
+            failure = first_failure(self._pcontext, worker_group.workers[0].global_rank)
+            self.exit_code = failure.code
+            self.seen[failure.identity] += 1
+            is_loop = bool(failure.identity) and self.seen[failure.identity] >= CRASH_LOOP
+            if failure.code in FINAL_CODES:
+                self._remaining_restarts = 0
+            elif is_loop:
+                self._remaining_restarts, self.exit_code = 0, EXIT_CRASH_LOOP
+            tries = self._remaining_restarts
+            sys.stderr.write(failure.text(tries, is_loop))
+            sys.stderr.flush()
+
+    is_alone = command.num_nodes == 1
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint="localhost:0" if is_alone else command.head,
+        run_id=uuid.uuid4().hex if is_alone else "lockstep",
+        min_nodes=command.num_nodes,
+        max_nodes=command.num_nodes,
+        local_addr="localhost" if is_alone else None,
+        is_host=str(command.node_rank == 0),
+        join_timeout=int(command.wait_s),
+        timeout=int(command.wait_s),
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=command.num_processes,
+        entrypoint=work,
+        args=command.words,
+        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        max_restarts=command.restarts,
+        monitor_interval=MONITOR_S,
+        local_addr=parameters.local_addr,
+    )
+    others = range(1, command.num_processes)  # the first is heard as it is: `worker.keep_log`
+    logs = DefaultLogsSpecs(command.logs, tee=dict.fromkeys(others, Std.ALL))
+    settings = _if_known(LocalElasticAgent, shutdown_timeout=SHUTDOWN_S)
+    return Agent(spec, logs, start_method="forkserver", **settings)
+
+
+def _if_known(kind: type, **settings: Any) -> dict[str, Any]:
+    """Return the settings that this version of torch lets us say."""
+    import inspect
+
+    known = inspect.signature(kind).parameters
+    return {name: value for name, value in settings.items() if name in known}
+
+
+@contextmanager
+def _as_nobody() -> Iterator[None]:
+    """Start processes that do not import our own command again as their main program."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a group of ranks ended."""
+
+    rank: int
+    code: int
+    told: dict[str, Any] | None
+    """What the rank left of its exception, if it could."""
+
+    @property
+    def identity(self) -> str:
+        """What makes two failures the same: the error, and the step it came in."""
+        return " ".join([self.told["error"], *self.told["notes"]]) if self.told else ""
+
+    def text(self, restarts_left: int, is_loop: bool) -> str:
+        """Say it, once, for all ranks."""
+        lines = []
+        if self.told:
+            lines += [self.told["traceback"].rstrip()]
+            lines += [f"lockstep: rank {self.rank} on {self.told['host']}: {self.told['error']}"]
+        elif self.code > 128 and self.code not in FINAL_CODES:
+            name = signal.Signals(self.code - 128).name
+            lines += [f"lockstep: rank {self.rank} was ended by {name}"]
+        if is_loop:
+            lines += [
+                f"lockstep: the same error {CRASH_LOOP} times in the same place; not trying again"
+            ]
+        elif restarts_left and lines:
+            lines += [f"lockstep: all ranks start again ({restarts_left} times at most)"]
+        elif lines and not self.told:
+            lines += ["  try: the same command again; it goes on from the newest checkpoint"]
+        return "".join(f"{line}\n" for line in lines)
+
+
+def first_failure(context: Any, first_rank: int) -> Failure:
+    """Find the rank that failed before the others did, which failed because of it."""
+    processes = context._pc.processes
+    codes = {local: process.exitcode for local, process in enumerate(processes)}
+    # Ended from outside, and not by the agent as it closes what is left.
+    killed = [n for n, code in codes.items() if code and code < 0 and code != -signal.SIGTERM]
+    records = [read_record(Path(file).parent / RECORD) for file in context.error_files.values()]
+    told = sorted((r for r in records if r), key=lambda record: float(record["time"]))
+    if killed:
+        return Failure(first_rank + killed[0], 128 - codes[killed[0]], None)
+    if told:
+        return Failure(told[0]["rank"], 1, told[0])
+    local = min((n for n, code in codes.items() if code), default=0)
+    code = codes[local] or 1
+    return Failure(first_rank + local, code if code > 0 else 128 - code, None)
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Return what a rank left behind, if it did."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return None

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.observe.events import Event
@@ -55,6 +56,7 @@ class Console:
         stream: Where to print; standard output unless given.
         clock: Seconds, for the time left.
         is_terminal: Whether to draw a bar; asks the stream unless given.
+        log_file: Where to keep the lines as well, after those it already holds.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         *,
         is_terminal: bool | None = None,
+        log_file: Path | str | None = None,
     ) -> None:
         self._total_steps = total_steps
         self._stream: TextIO | None = sys.stdout if stream is None else stream
@@ -74,6 +77,7 @@ class Console:
         self._wants_bar = is_terminal
         self._bar: Progress | None = None
         self._drawn = -math.inf
+        self._log_file = Path(log_file) if log_file is not None else None
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -85,6 +89,7 @@ class Console:
             self._reports.append((self._clock(), step))
             if self._wants_bar:
                 self._guarded(lambda: self._move_bar(event))
+                self._keep(self._step_line(event))
                 return
         if kind == "run_end":
             self.close()
@@ -94,6 +99,19 @@ class Console:
     def note(self, text: str) -> None:
         """Print lines, above the bar if there is one."""
         self._guarded(lambda: self._print(text))
+        self._keep(text)
+
+    def _keep(self, text: str) -> None:
+        """Write a line to the log file; one that cannot be written costs the copy, not the run."""
+        if self._log_file is None:
+            return
+        try:
+            self._log_file.parent.mkdir(parents=True, exist_ok=True)
+            with self._log_file.open("a") as file:
+                file.write(text + "\n")
+        except OSError as error:
+            path, self._log_file = self._log_file, None
+            self.note(f"warning: no log is kept in {path}: {error.strerror}")
 
     def close(self) -> None:
         """Leave the bar as it stands and give the terminal back."""

@@ -39,7 +39,11 @@ class SinkConfig(BaseModel):
     wandb: bool = False
     wandb_project: str = "lockstep"
     wandb_name: str | None = None
+    wandb_entity: str | None = None
+    wandb_tags: tuple[str, ...] = ()
     curves: bool = True
+    log_file: str | None = None
+    """Where to keep what the first rank prints, as well."""
 
 
 class Sinks:
@@ -268,6 +272,8 @@ class WandbSink(Sink):
             return wandb.init(
                 project=config.wandb_project,
                 name=config.wandb_name,
+                entity=config.wandb_entity,
+                tags=config.wandb_tags or None,
                 config=dict(run_config),
                 id=run_id,
                 resume="allow",

@@ -42,9 +42,7 @@ def flags() -> Flags:
     add = parser.add_argument
     add("--pdb_dir", help="folder of .pdb, .ent, .cif files, also .gz")
     add("--jsonl", help="instead: a file of one JSON chain a line (name, seq, coords, resnum)")
-    add(
-        "--splits", help="a JSON file of lists of names under train, validation, test"
-    )
+    add("--splits", help="a JSON file of lists of names under train, validation, test")
     add("--output_dir", default="data/cache")
     add("--num_workers", type=int, default=1)
     add("--train_ratio", type=float, default=0.8)

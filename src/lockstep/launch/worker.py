@@ -1,0 +1,134 @@
+"""One rank, in a process forked from one that has torch in memory already.
+
+Owns: running a script as `python SCRIPT` would, ending with its launcher, leaving a
+record of an uncaught exception. Does not own: the group; the script joins it.
+"""
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+RECORD = "failure.json"
+PR_SET_PDEATHSIG = 1
+
+
+def work(*words: str) -> None:
+    """Run `python *words` in this process."""
+    end_with_parent()
+    folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
+    if os.environ["LOCAL_RANK"] == "0":
+        keep_log(folder)
+    own_process = os.getpid()
+    leave = os._exit
+
+    def exit_now(status: int) -> NoReturn:
+        # The agent waits for a worker to return; one that is simply gone, it takes for busy.
+        if os.getpid() == own_process:
+            sys.exit(status)
+        leave(status)
+
+    def record(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        write_failure(folder, kind, error, trace)
+
+    os._exit = exit_now
+    sys.excepthook = record
+    try:
+        run_script(words)
+    except SystemExit as finished:
+        sys.exit(exit_code(finished))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except BaseException as error:
+        write_failure(folder, type(error), error, error.__traceback__)
+        sys.exit(1)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def keep_log(folder: Path) -> None:
+    """Copy what this process says to a file, unless a person is watching: a copy has no terminal.
+
+    Of the other ranks the agent keeps such files, and puts their rank before each line.
+    """
+    for stream, name in ((sys.stdout, "stdout.log"), (sys.stderr, "stderr.log")):
+        if not stream.isatty():
+            copier = subprocess.Popen(
+                ["tee", "-a", folder / name],
+                stdin=subprocess.PIPE,
+                stdout=stream.fileno(),
+                start_new_session=True,  # a signal to the group is not meant for it
+            )
+            assert copier.stdin is not None
+            stream.flush()
+            os.dup2(copier.stdin.fileno(), stream.fileno())
+            copier.stdin.close()
+
+
+def run_script(words: Sequence[str]) -> None:
+    """Run a script, or a module after `-m`, as the main program."""
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def exit_code(finished: SystemExit) -> int:
+    """Return the exit code that python would end with; a text is an error, and is said."""
+    if finished.code is None or isinstance(finished.code, int):
+        return finished.code or 0
+    sys.stderr.write(f"{finished.code}\n")
+    return 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that forked it is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:  # it is gone already
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_failure(
+    folder: Path, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Leave what went wrong, and when, for the launcher to find."""
+    notes = getattr(error, "__notes__", [])
+    lines = traceback.format_exception(kind, error, _own_frames(trace))
+    told = {
+        "time": time.time(),
+        "rank": int(os.environ["RANK"]),
+        "host": socket.gethostname(),
+        "error": f"{kind.__name__}: {error}",
+        "notes": list(notes),
+        "traceback": "".join(lines),
+    }
+    path = folder / RECORD
+    if not path.exists():  # the first is the cause
+        path.write_text(json.dumps(told))
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out the frames of this file and of `runpy`: the script's author knows his own."""
+    while trace is not None and trace.tb_next is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file != __file__ and "runpy" not in file:
+            return trace
+        trace = trace.tb_next
+    return trace

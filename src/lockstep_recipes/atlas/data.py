@@ -1,0 +1,399 @@
+"""Episodes on disk, as samples by index: one frame, with earlier ones of the same episode.
+
+Owns: which files an episode has, reading and checking them, stacking frames, the statistics
+of actions. Does not own: the order of samples, batches, devices; pixels stay bytes and
+actions stay as recorded. Augmentation draws from Python's `random`, which the loader seeds
+by (seed, epoch, sample).
+
+    DATA_DIR/SPLIT/EPISODE/
+      images/workspace_000000.png, images/wrist_000000.png, ...   or .jpg, .jpeg
+      actions.csv or actions.parquet                              one row per frame
+      states.csv or states.parquet                                only for `use_state`
+      language_task.txt, or metadata.json with `language_task`
+"""
+
+import csv
+import importlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from lockstep.errors import ConfigError, DataError
+from lockstep_recipes.atlas.model import Tokenizer
+from lockstep_recipes.atlas.section import Section
+from lockstep_recipes.atlas.vggt import PATCH
+
+Rows = NDArray[np.float32]
+Pixels = NDArray[np.uint8]
+SUFFIXES = (".png", ".jpg", ".jpeg")
+
+
+class DataConfig(Section):
+    """The `data` section, but for batches and workers."""
+
+    data_dir: Path = Path("./data/episodes")
+    train_split: str = "train"
+    val_split: str | None = "val"
+    image_size: int = Field(default=518, ge=PATCH)
+    use_wrist_camera: bool | None = None
+    """True unless `views` says which cameras there are."""
+    views: tuple[str, ...] | None = None
+    normalize_actions: bool = True
+    action_stats_path: Path | None = None
+    num_temporal_frames: int = Field(default=1, ge=1)
+    temporal_stride: int = Field(default=1, ge=1)
+    use_state: bool = False
+    """Show what the robot measures of itself: `states.csv`."""
+    use_last_action: bool = False
+    """Show the action before this frame's."""
+    cache_images: bool = False
+    """Keep decoded images in memory, in each process that reads."""
+    random_shift: int = Field(default=0, ge=0)
+    """Most pixels by which training images are shifted, all of a sample alike."""
+    color_jitter: float = Field(default=0.0, ge=0, lt=1)
+    """Most by which their brightness and contrast are multiplied, up or down; likewise."""
+    max_frames: int | None = Field(default=None, ge=1)
+    """Look at only so many training frames, and held-out ones."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.image_size % PATCH:
+            raise ConfigError(
+                f"data.image_size={self.image_size} is no multiple of a patch, {PATCH} pixels",
+                f"image_size: {round(self.image_size / PATCH) * PATCH or PATCH}",
+            )
+        if self.views is not None and self.use_wrist_camera is not None:
+            raise ConfigError("data.views and data.use_wrist_camera say the same", "one of them")
+        if self.views is not None and not self.views:
+            raise ConfigError("data.views names no camera", "views: [workspace]")
+        return self
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """The views of a sample, in order."""
+        if self.views is not None:
+            return self.views
+        return ("workspace",) if self.use_wrist_camera is False else ("workspace", "wrist")
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One recording: an instruction, and for every frame its images, action and state."""
+
+    folder: Path
+    instruction: str
+    actions: Rows
+    states: Rows | None
+    images: dict[str, list[Path]]
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def open_split(config: DataConfig, split: str, action_dim: int) -> list[Episode]:
+    """Read every episode of a split, all but its images.
+
+    Raises:
+        DataError: naming the folder or file that is missing or does not fit.
+    """
+    folder = config.data_dir / split
+    if not folder.is_dir():
+        missing = folder if config.data_dir.is_dir() else config.data_dir
+        raise DataError(
+            f"{missing} does not exist",
+            "the right data_dir, train_split and val_split, or: "
+            "python -m lockstep_recipes.atlas.convert",
+        )
+    found = sorted(path for path in folder.iterdir() if path.is_dir())
+    if not found:
+        raise DataError(f"{folder} holds no episode", "a folder per episode")
+    return [read_episode(path, config.cameras, action_dim, config.use_state) for path in found]
+
+
+def read_episode(
+    folder: Path, cameras: Sequence[str], action_dim: int, wants_state: bool
+) -> Episode:
+    """Read and check one episode."""
+    actions = read_table(folder, "actions")
+    if actions.shape[1] < action_dim:
+        raise DataError(
+            f"{folder}: actions have {actions.shape[1]} columns, model.action_dim is {action_dim}",
+            f"action_dim: {actions.shape[1]}",
+        )
+    states = read_table(folder, "states") if wants_state else None
+    if states is not None and len(states) != len(actions):
+        raise DataError(f"{folder} has {len(actions)} actions, {len(states)} states", "mend it")
+    images = find_images(folder, cameras, len(actions))
+    return Episode(folder, read_instruction(folder), actions[:, :action_dim], states, images)
+
+
+def read_table(folder: Path, stem: str) -> Rows:
+    """Return the rows of STEM.csv, or else of STEM.parquet."""
+    path = folder / f"{stem}.csv"
+    if path.is_file():
+        rows = _read_csv(path)
+    elif (path := folder / f"{stem}.parquet").is_file():
+        rows = _read_parquet(path)
+    else:
+        raise DataError(f"{folder} has neither {stem}.csv nor {stem}.parquet", "one of them")
+    bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+    if not len(rows) or len(bad):
+        problem = f"row {bad[0] + 1} is not all numbers" if len(bad) else "there are no rows"
+        raise DataError(f"{path}: {problem}", "mend it, or remove the episode")
+    return rows
+
+
+def _read_csv(path: Path) -> Rows:
+    """Read numbers; a first line that is none of them is taken for their names."""
+    try:
+        with path.open(newline="") as file:
+            lines = [line for line in csv.reader(file) if line]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {error}", "mend it") from error
+    try:
+        [float(word) for word in lines[0] if word.strip()] if lines else None
+    except ValueError:
+        lines = lines[1:]
+    try:
+        return np.array(lines or [[]], dtype=np.float32)[: len(lines)]
+    except ValueError as error:
+        raise DataError(f"{path} is no table of numbers: {error}", "mend it") from None
+
+
+def _read_parquet(path: Path) -> Rows:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise DataError(
+            f"{path} needs pyarrow, which is not installed",
+            f"pip install pyarrow, or a {path.stem}.csv beside it",
+        ) from None
+    try:
+        columns = parquet.read_table(path).to_pydict()
+        return np.array(list(columns.values()), dtype=np.float32).reshape(len(columns), -1).T
+    except Exception as error:  # whatever a damaged file makes pyarrow raise
+        raise DataError(f"{path} is no table of numbers: {error}", "mend it") from error
+
+
+def find_images(folder: Path, cameras: Sequence[str], count: int) -> dict[str, list[Path]]:
+    """Return each camera's images, one per action."""
+    images = folder / "images"
+    try:
+        names = {path.stem: path for path in images.iterdir() if path.suffix.lower() in SUFFIXES}
+    except OSError:
+        raise DataError(f"{images} does not exist", "images/VIEW_000000.png and so on") from None
+    found: dict[str, list[Path]] = {}
+    for camera in cameras:
+        frames = sum(name.rpartition("_")[0] == camera for name in names)
+        if frames > count:
+            raise DataError(
+                f"{folder} has {count} actions for {frames} frames of {camera}", "an action each"
+            )
+        wanted = [f"{camera}_{frame:06d}" for frame in range(count)]
+        missing = next((name for name in wanted if name not in names), None)
+        if missing:
+            there = sorted({name.rpartition("_")[0] for name in names})
+            raise DataError(
+                f"{images}/{missing}.png or .jpg is missing; there are {count} actions",
+                f"all frames, or data.views of: {', '.join(there) or 'none'}",
+            )
+        found[camera] = [names[name] for name in wanted]
+    return found
+
+
+def read_instruction(folder: Path) -> str:
+    """Return what the robot was told."""
+    text, meta = folder / "language_task.txt", folder / "metadata.json"
+    try:
+        if text.is_file():
+            return text.read_text().strip()
+        return str(json.loads(meta.read_text())["language_task"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(
+            f"{folder} has no instruction",
+            "language_task.txt, or metadata.json with language_task",
+        ) from None
+
+
+def read_pixels(path: Path, size: int) -> Pixels:
+    """Return an image as (3, size, size) bytes."""
+    try:
+        with Image.open(path) as image:
+            resized = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
+            return np.ascontiguousarray(np.asarray(resized).transpose(2, 0, 1))
+    except (OSError, SyntaxError) as error:
+        raise DataError(f"{path} is not a readable image: {error}", "mend it") from error
+
+
+# --- samples ---------------------------------------------------------------------------------
+
+
+class Frames:
+    """The frames of a list of episodes.
+
+    A sample looks back `num_temporal_frames - 1` times by `temporal_stride` frames, never
+    beyond its episode's beginning: what would lie before it is the first frame again.
+    """
+
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        is_training: bool,
+    ) -> None:
+        self.episodes = episodes
+        self.config = config
+        self.is_augmented = is_training and bool(config.random_shift or config.color_jitter)
+        self.places = [(e, t) for e, episode in enumerate(episodes) for t in range(len(episode))]
+        self.places = self.places[: config.max_frames]
+        self.tokens, self.mask = tokenizer([episode.instruction for episode in episodes])
+        self._seen: dict[Path, Pixels] = {}
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def describe(self, index: int) -> str:
+        """Return a sample's name, for errors."""
+        episode, time = self.places[index]
+        return f"{self.episodes[episode].folder}, frame {time}"
+
+    @cached_property
+    def num_states(self) -> int:
+        """How many numbers a state has; 0 without any."""
+        states = self.episodes[0].states
+        return 0 if states is None else states.shape[1]
+
+    def times(self, time: int) -> list[int]:
+        """Return the frames a sample sees, the present one first."""
+        config = self.config
+        back = range(0, config.num_temporal_frames * config.temporal_stride, config.temporal_stride)
+        return [max(0, time - ago) for ago in back]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        number, time = self.places[index]
+        episode, times = self.episodes[number], self.times(time)
+        paths = [episode.images[view][t] for t in times for view in self.config.cameras]
+        pixels = np.stack([self._read(path) for path in paths])
+        if self.is_augmented:
+            pixels = augment(pixels, self.config.random_shift, self.config.color_jitter)
+        sample = {
+            "images": torch.from_numpy(pixels),
+            "tokens": self.tokens[number],
+            "mask": self.mask[number],
+            "action": torch.from_numpy(episode.actions[time]),
+            "last": torch.from_numpy(np.stack([episode.actions[max(0, t - 1)] for t in times])),
+            "has_last": torch.tensor([t > 0 for t in times]),
+        }
+        if episode.states is not None:
+            sample["state"] = torch.from_numpy(episode.states[times])
+        return sample
+
+    def _read(self, path: Path) -> Pixels:
+        if path in self._seen:
+            return self._seen[path]
+        pixels = read_pixels(path, self.config.image_size)
+        if self.config.cache_images:
+            self._seen[path] = pixels
+        return pixels
+
+
+def augment(pixels: Pixels, shift: int, jitter: float) -> Pixels:
+    """Shift and recolour all images (S, 3, H, W) of a sample alike; edges are repeated."""
+    if shift:
+        down, right = random.randint(0, 2 * shift), random.randint(0, 2 * shift)
+        height, width = pixels.shape[2:]
+        padded = np.pad(pixels, ((0, 0), (0, 0), (shift, shift), (shift, shift)), mode="edge")
+        pixels = padded[:, :, down : down + height, right : right + width]
+    if jitter:
+        contrast, brightness = (1 + random.uniform(-jitter, jitter) for _ in range(2))
+        middle = pixels.mean(dtype=np.float32)
+        changed = ((pixels - middle) * np.float32(contrast) + middle) * np.float32(brightness)
+        pixels = changed.clip(0, 255).astype(np.uint8)
+    return np.ascontiguousarray(pixels)
+
+
+# --- statistics ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of the training split; saved in every checkpoint, for whoever runs the policy."""
+
+    mean: Tensor
+    std: Tensor
+    first: Tensor
+    """The mean first action of an episode: what stands in for the last action there."""
+    gripper: Tensor
+    """The lowest and the highest value of the last column."""
+    state_mean: Tensor
+    state_std: Tensor
+
+    def to_json(self) -> dict[str, list[float]]:
+        """Return it as plain numbers."""
+        return {name: getattr(self, name).tolist() for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Self:
+        """Rebuild it."""
+        return cls(**{name: torch.tensor(stored[name]) for name in cls.__slots__})
+
+
+def measure(episodes: Sequence[Episode]) -> Statistics:
+    """Return the statistics of all frames of `episodes`."""
+    actions = np.concatenate([episode.actions for episode in episodes])
+    states = np.concatenate(
+        [e.states for e in episodes if e.states is not None] or [actions[:, :0]]
+    )
+    low, high = float(actions[:, -1].min()), float(actions[:, -1].max())
+    if low == high:  # a gripper that never moved: take the range that such a value comes from
+        low, high = (-1.0, 1.0) if low < 0 else (0.0, 1.0)
+    return Statistics(
+        *_mean_and_std(actions),
+        torch.from_numpy(np.mean([e.actions[0] for e in episodes], axis=0, dtype=np.float32)),
+        torch.tensor([low, high]),
+        *_mean_and_std(states),
+    )
+
+
+def _mean_and_std(rows: Rows) -> tuple[Tensor, Tensor]:
+    mean, std = rows.mean(axis=0, dtype=np.float64), rows.std(axis=0, dtype=np.float64)
+    std[std < 1e-6] = 1.0  # a column that never moves is predicted as it is
+    return torch.from_numpy(mean.astype(np.float32)), torch.from_numpy(std.astype(np.float32))
+
+
+def read_statistics(path: Path, measured: Statistics) -> Statistics:
+    """Return `measured` with the actions' mean and std of a JSON file in their place.
+
+    Raises:
+        DataError: if the file is missing, or does not fit the actions.
+    """
+    try:
+        stored = json.loads(path.read_text())
+        given = [torch.tensor(stored[name], dtype=torch.float32) for name in ("mean", "std")]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"action_stats_path {path} cannot be read: {type(error).__name__}: {error}",
+            '{"mean": [...], "std": [...]}, or leave action_stats_path out: they are measured',
+        ) from None
+    if any(v.shape != measured.mean.shape for v in given) or not bool((given[1] > 0).all()):
+        raise DataError(
+            f"{path} does not fit {len(measured.mean)} columns of actions", "another file"
+        )
+    values = {name: getattr(measured, name) for name in Statistics.__slots__}
+    return Statistics(**values | {"mean": given[0], "std": given[1]})

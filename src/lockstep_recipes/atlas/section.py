@@ -1,0 +1,20 @@
+"""A section of the settings file: unknown keys are refused, and so are stray truth values."""
+
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+
+class Section(BaseModel):
+    """Keys of one section; each section stands beside the code it configures."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_stray_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `batch_size: yes`, which would otherwise quietly become 1, or `name: no`."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and kind is not bool and bool not in get_args(kind):
+            raise ValueError("YAML reads an unquoted yes, no, on, off as a truth value: quote it")
+        return value

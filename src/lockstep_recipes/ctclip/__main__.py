@@ -1,0 +1,9 @@
+"""`python -m lockstep_recipes.ctclip`: what `lockstep run ctclip` starts on a rank."""
+
+import sys
+
+from lockstep_recipes.command import train
+from lockstep_recipes.ctclip.flags import build
+
+if __name__ == "__main__":
+    train(build, sys.argv[1:])

@@ -1,0 +1,257 @@
+"""The keys of the YAML file, each with its default, checked before anything starts.
+
+Owns: which keys there are, and what contradicts what. Does not own: files
+(`lockstep_recipes.settings`), nor what is done with a value.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
+
+from lockstep.errors import ConfigError
+from lockstep.parse import parse_model
+from lockstep.plan import Rule
+
+Metric = Literal["auroc", "auprc", "f1", "precision", "recall", "retrieval_at_1"]
+METRICS: tuple[Metric, ...] = get_args(Metric)
+
+
+class Section(BaseModel):
+    """Keys that belong together; one nobody knows is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_word_is_no_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a bare `no`, which YAML reads as false, where a word or a number belongs."""
+        is_switch = cls.model_fields[info.field_name or ""].annotation is bool
+        if isinstance(value, bool) and not is_switch:
+            raise ValueError("YAML reads a bare no, yes, on or off as a truth value: quote it")
+        return value
+
+
+class Experiment(Section):
+    """What the run is called, and the seed of everything random in it."""
+
+    name: str = Field(default="ctclip", pattern=r"^[\w.-]+$")
+    seed: int = 2025
+
+
+class Paths(Section):
+    """Where the data are: folders with a manifest, or manifests."""
+
+    train: Path = Path("data/train")
+    validation: Path | None = Path("data/validation")
+    labels: Path | None = None
+    """A CSV file of findings by VolumeName, where the manifest has none."""
+
+
+class Data(Section):
+    """How volumes are read."""
+
+    batch_size: PositiveInt = 4
+    num_workers: NonNegativeInt = 8
+    prefetch_factor: PositiveInt = 2
+    paths: Paths = Field(default_factory=Paths)
+    spacing: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (1.5, 0.75, 0.75)
+    """Millimetres between voxels after resampling: depth, height, width."""
+    drop_last: bool = True
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+
+
+class ImageEncoder(Section):
+    """The CTViT."""
+
+    image_size: PositiveInt = 480
+    depth: PositiveInt = 240
+    patch_size: PositiveInt = 20
+    temporal_patch_size: PositiveInt = 10
+    dim: PositiveInt = 512
+    spatial_depth: PositiveInt = 4
+    temporal_depth: PositiveInt = 4
+    heads: PositiveInt = 8
+    dim_head: PositiveInt = 32
+    codebook_size: PositiveInt | None = None
+    """Quantise tokens to so many codes; 8192 in the origin."""
+
+    @property
+    def volume_shape(self) -> tuple[int, int, int]:
+        """Return depth, height and width of what the encoder sees."""
+        return self.depth, self.image_size, self.image_size
+
+    @property
+    def dim_image(self) -> int:
+        """Return the numbers that describe a volume: each place in the plane has `dim`."""
+        return (self.image_size // self.patch_size) ** 2 * self.dim
+
+
+class TextEncoder(Section):
+    """A transformer over words, or a local Hugging Face model."""
+
+    path: Path | None = None
+    """A folder as `save_pretrained` writes it. Nothing is ever downloaded."""
+    dim: PositiveInt = 768
+    depth: PositiveInt = 6
+    heads: PositiveInt = 12
+    max_length: PositiveInt = 512
+    """In words (or a Hugging Face model's tokens); what follows is cut off."""
+    max_words: PositiveInt = 30_000
+
+
+class Clip(Section):
+    """Where the two meet."""
+
+    dim_image: PositiveInt = 294_912
+    dim_text: PositiveInt | None = None
+    dim_latent: PositiveInt = 512
+    loss: Literal["softmax", "siglip"] = "softmax"
+    tau: float | None = Field(default=None, allow_inf_nan=False)
+    """Logarithm of the first temperature: 1.0 for softmax, ln 10 for siglip unless given."""
+
+
+class Model(Section):
+    """The towers and what joins them."""
+
+    image_encoder: ImageEncoder = Field(default_factory=ImageEncoder)
+    text_encoder: TextEncoder = Field(default_factory=TextEncoder)
+    clip: Clip = Field(default_factory=Clip)
+
+
+class Training(Section):
+    """How long, how fast, and how often to save."""
+
+    max_epochs: PositiveInt = 20
+    max_steps: PositiveInt | None = None
+    learning_rate: PositiveFloat = Field(default=1.25e-6, allow_inf_nan=False)
+    lr_scaling: Rule = "none"
+    reference_batch: PositiveInt = 4
+    """The batch that `learning_rate` was found at; `lr_scaling: batch` scales from it."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    gradient_accumulation_steps: PositiveInt = 1
+    max_grad_norm: PositiveFloat | None = 0.5
+    warmup_steps: NonNegativeInt = 1000
+    min_lr_ratio: float = Field(default=0.01, ge=0, le=1)
+    save_every_n_epochs: PositiveFloat = 0.5
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
+    """`auto`: what Accelerate's file says; without one, bf16 or fp16 on a GPU."""
+
+
+class Validation(Section):
+    """When to look at held-out volumes, and at what."""
+
+    eval_every_n_epochs: PositiveFloat = 0.5
+    eval_samples: PositiveInt | None = 200
+    metrics: tuple[Metric, ...] = METRICS
+    threshold: float = Field(default=0.5, gt=0, lt=1)
+    """What counts as found, for precision and recall."""
+
+
+class Checkpoint(Section):
+    """Where checkpoints go, and which stay."""
+
+    save_dir: Path = Path("./saves")
+    keep_last_n: PositiveInt = 3
+    best_metric: Metric = "auroc"
+
+
+class Logging(Section):
+    """Who is told, and how often."""
+
+    use_wandb: bool = False
+    wandb_project: str = "ctclip"
+    log_every_n_steps: PositiveInt = 10
+    profile_timing: bool = False
+    curves: bool = True
+
+
+class CTClipConfig(Section):
+    """Everything that decides a run."""
+
+    experiment: Experiment = Field(default_factory=Experiment)
+    data: Data = Field(default_factory=Data)
+    model: Model = Field(default_factory=Model)
+    training: Training = Field(default_factory=Training)
+    validation: Validation = Field(default_factory=Validation)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    logging: Logging = Field(default_factory=Logging)
+    resume: str = "auto"
+    """`auto`: go on from the newest good checkpoint, if any. `never`: refuse a folder that holds
+    one. `discard`: throw away what the folder holds. Or a checkpoint's path."""
+    accept_changes: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Return the run's folder: one per experiment."""
+        return self.checkpoint.save_dir / self.experiment.name
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> "CTClipConfig":
+        """Build it from plain values.
+
+        Raises:
+            ConfigError: naming the first bad key by its path, with one that fits.
+        """
+        for key in values.keys() - cls.model_fields.keys():
+            if homes := [name for name, keys in _sections().items() if key in keys]:
+                raise ConfigError(
+                    f"{key!r} stands at the top of the settings, where there is no such key",
+                    " or ".join(f"{home}.{key}: {values[key]}" for home in homes),
+                )
+        config = parse_model(cls, values)
+        _check_sizes(config.model)
+        if config.checkpoint.best_metric not in config.validation.metrics:
+            raise ConfigError(
+                f"checkpoint.best_metric {config.checkpoint.best_metric!r} is not measured",
+                f"one of validation.metrics: {', '.join(config.validation.metrics)}",
+            )
+        return config
+
+
+def _sections() -> dict[str, Mapping[str, Any]]:
+    """Return the keys of each section."""
+    kinds = {name: field.annotation for name, field in CTClipConfig.model_fields.items()}
+    return {
+        name: kind.model_fields
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, Section)
+    }
+
+
+def _check_sizes(model: Model) -> None:
+    """Refuse sizes that do not fit each other."""
+    image, text, clip = model.image_encoder, model.text_encoder, model.clip
+    for name, patch_name in (("image_size", "patch_size"), ("depth", "temporal_patch_size")):
+        size, patch = getattr(image, name), getattr(image, patch_name)
+        if size % patch:
+            raise ConfigError(
+                f"model.image_encoder.{name} {size} is no multiple of {patch_name} {patch}",
+                f"{name} {-(-size // patch) * patch}",
+            )
+    if clip.dim_image != image.dim_image:
+        raise ConfigError(
+            f"model.clip.dim_image is {clip.dim_image:,}, but (image_size / patch_size)^2 * dim = "
+            f"({image.image_size} / {image.patch_size})^2 * {image.dim} = {image.dim_image:,}",
+            f"dim_image: {image.dim_image}",
+        )
+    if text.path is None and text.dim % text.heads:
+        raise ConfigError(
+            f"model.text_encoder.dim {text.dim} is no multiple of heads {text.heads}",
+            f"dim {-(-text.dim // text.heads) * text.heads}",
+        )
+    if text.path is None and clip.dim_text not in (None, text.dim):
+        raise ConfigError(
+            f"model.clip.dim_text is {clip.dim_text}, model.text_encoder.dim is {text.dim}",
+            "leave dim_text out",
+        )

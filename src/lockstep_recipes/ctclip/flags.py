@@ -1,0 +1,112 @@
+"""The flags of the CT-CLIP recipe: a settings file, and what is put over it."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.errors import ConfigError
+from lockstep.runtime import is_rehearsal, launched_rank
+from lockstep.trainer import RunResult
+from lockstep_recipes.command import REHEARSAL_STEPS, Flags
+from lockstep_recipes.ctclip.config import CTClipConfig
+from lockstep_recipes.ctclip.sample_data import make_volumes
+from lockstep_recipes.ctclip.trainer import run
+from lockstep_recipes.settings import merged, read_settings
+
+SMALL_MODEL: dict[str, Any] = {
+    "image_encoder": {
+        "image_size": 48,
+        "depth": 24,
+        "patch_size": 12,
+        "temporal_patch_size": 6,
+        "dim": 64,
+        "spatial_depth": 2,
+        "temporal_depth": 2,
+        "heads": 4,
+        "dim_head": 16,
+    },
+    "text_encoder": {"dim": 64, "depth": 2, "heads": 4, "max_length": 128},
+    "clip": {"dim_image": 1024, "dim_latent": 64},
+}
+"""A network for a laptop: 64 tokens of 64 channels."""
+
+
+def flags() -> Flags:
+    """Return the parser: the guide's flag, then ours."""
+    parser = Flags(
+        "ctclip",
+        "Train CT-CLIP: chest CT volumes and their reports in one space.",
+        "lockstep run ctclip --gpus 2 --config configs/base_config.yaml",
+    )
+    add = parser.add_argument
+    add("--config", type=Path, required=True, help="the settings, in YAML")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting")
+    add("--resume", default="auto", help="auto, never, discard, or a checkpoint")
+    add("--accept_changes", action="store_true", help="resume though batch, rate, data changed")
+    add("--local_rank", type=int, help="accepted; the launcher's environment wins")
+    return parser
+
+
+def build(argv: Sequence[str]) -> Callable[[], RunResult]:
+    """Turn the command line into the run it asks for."""
+    args = flags().read(argv)
+    values = merged(read_settings(args.config), overrides(args.set))
+    values |= {"resume": args.resume, "accept_changes": args.accept_changes}
+    config = CTClipConfig.parse(values)
+    if is_rehearsal():
+        config = rehearse(config, values)
+    return partial(run, config)
+
+
+def overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """Return `section.key=value` texts as nested values.
+
+    >>> overrides(["data.paths.train=x", "data.batch_size=2"])
+    {'data': {'paths': {'train': 'x'}, 'batch_size': 2}}
+    """
+    values: dict[str, Any] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{text!r} does not set anything", f"{text}=VALUE")
+        try:
+            made = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"{value!r} in {text!r} is not a value", "quotes") from None
+        for key in reversed(path.strip().split(".")):
+            made = {key: made}
+        values = merged(values, made)
+    return values
+
+
+def rehearse(config: CTClipConfig, values: dict[str, Any]) -> CTClipConfig:
+    """Shrink the run to a minute: a small network, a handful of steps, one look, one save.
+
+    Batch size and accumulation stay, so that the batch contract is the one asked for.
+    Data that exist are used; others are generated inside the run's folder.
+    """
+    image, epochs = config.model.image_encoder, config.training.max_epochs
+    if launched_rank() == 0:
+        print(
+            f"rehearsal: a CTViT of 48 x 48 x 24 voxels for {REHEARSAL_STEPS} steps stands in for "
+            f"{image.image_size} x {image.image_size} x {image.depth} for {epochs} epochs",
+            flush=True,
+        )
+    folder = config.checkpoint.save_dir / "rehearsal"
+    small: dict[str, Any] = {
+        "data": {"num_workers": min(config.data.num_workers, 1)},
+        "training": {"max_steps": REHEARSAL_STEPS, "save_every_n_epochs": 1e9},
+        "validation": {"eval_every_n_epochs": 1e9},
+        "checkpoint": {"save_dir": str(folder)},
+        "logging": {"log_every_n_steps": 1},
+        "resume": "discard",
+    }
+    if not config.data.paths.train.exists():
+        made = make_volumes(folder / "sample_data", seed=config.experiment.seed)
+        paths = {"train": str(made / "train"), "validation": str(made / "validation")}
+        small["data"]["paths"] = paths | {"labels": None}
+    clip = SMALL_MODEL["clip"] | {"loss": config.model.clip.loss}
+    return CTClipConfig.parse(merged(values, small) | {"model": SMALL_MODEL | {"clip": clip}})

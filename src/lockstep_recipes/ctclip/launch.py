@@ -1,0 +1,164 @@
+"""What Accelerate brings: the process group, the precision its file asks for, the banner.
+
+Owns: making an `Accelerator` that is what was launched, or refusing in one line, and
+checking a file for `accelerate launch` before it is used. Does not own: anything of the
+training. Accelerate's data sharding and its scheduler stay unused: the one repeats
+samples, the other advances once per process instead of once per weight update.
+
+    python -m lockstep_recipes.ctclip.launch accelerate_config_single_node.yaml
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lockstep.errors import ConfigError, LaunchError, closest
+from lockstep.runtime import World, group_timeout_s, launched
+from lockstep_recipes.command import Flags, finish
+
+TIMEOUT_S = 36_000
+"""How long ranks wait for each other; NCCL_TIMEOUT, in seconds, says otherwise."""
+SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
+INSTALL = "pip install 'lockstep-train[recipes]'"
+
+
+def join() -> tuple[Any, World]:
+    """Return the Accelerator and the World of this process. Collective.
+
+    On a machine without GPUs, Accelerate would let every process train alone, and say
+    nothing. Told that it is on CPUs, it makes one group.
+
+    Raises:
+        LaunchError: if Accelerate is missing, or made another group than was launched.
+    """
+    try:
+        from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs
+        from accelerate.utils.environment import parse_flag_from_env, patch_environment
+    except ImportError as error:
+        raise LaunchError("this recipe needs the package accelerate", INSTALL) from error
+    launch, num_gpus = launched(), torch.cuda.device_count()
+    variables: dict[str, Any] = {}
+    if launch.size == 1:
+        World.enter()  # joins nothing, and says what contradicts what
+    else:  # in the words of torchrun, whoever launched us: Accelerate would guess what is missing
+        variables = {"RANK": launch.rank, "WORLD_SIZE": launch.size}
+        variables |= {"LOCAL_RANK": launch.local_rank, "LOCAL_WORLD_SIZE": launch.local_size}
+        variables |= {"MASTER_ADDR": launch.head, "MASTER_PORT": launch.port}
+    on_cpu = not num_gpus or parse_flag_from_env("ACCELERATE_USE_CPU")
+    options: dict[str, Any] = {"timeout": timedelta(seconds=group_timeout_s(TIMEOUT_S))}
+    if not on_cpu and launch.local_size > num_gpus:
+        options["backend"] = "gloo"  # NCCL refuses two ranks on one GPU
+    num_threads = torch.get_num_threads()
+    try:
+        with warnings.catch_warnings(), patch_environment(**variables):
+            warnings.filterwarnings("ignore", "OMP_NUM_THREADS")
+            accelerator = Accelerator(
+                cpu=bool(on_cpu),
+                mixed_precision="no",  # autocast is the step's; see `choose_precision`
+                kwargs_handlers=[InitProcessGroupKwargs(**options)],
+            )
+    except (RuntimeError, ValueError, OSError, NotImplementedError) as error:
+        raise LaunchError(
+            f"Accelerate could not form a group of {launch.size}: {str(error).splitlines()[0]}",
+            "check that every rank was started and that no other job uses this port",
+        ) from error
+    torch.set_num_threads(num_threads)  # it changes them: other sums, other bits
+    kind, num_processes = accelerator.distributed_type.value, accelerator.num_processes
+    if num_processes != launch.size:
+        raise LaunchError(
+            f"{launch.size} processes were launched, but Accelerate formed a group of "
+            f"{num_processes}: they would train apart",
+            "one launcher: accelerate launch, torchrun, or lockstep run",
+        )
+    if kind not in SUPPORTED:
+        raise ConfigError(
+            f"distributed_type {kind} would be ignored: this recipe replicates its model",
+            f"distributed_type: {' or '.join(SUPPORTED)}",
+        )
+    plugin = getattr(accelerator.state, "dynamo_plugin", None)
+    if plugin is not None and plugin.backend.value.upper() != "NO":
+        raise ConfigError("dynamo_config of the Accelerate file would be ignored", "leave it out")
+    return accelerator, World.enter(accelerator.device.type, TIMEOUT_S)
+
+
+def banner(accelerator: Any, world: World) -> list[str]:
+    """Return the lines by which the guide tells that several GPUs are at work. Collective."""
+    own = ""
+    if world.device.type == "cuda":
+        own = str(torch.cuda.get_device_properties(world.device).uuid)
+    num_gpus = len(set(world.all_texts(own)) - {""})
+    return [
+        f"Distributed environment: {accelerator.distributed_type.value}",
+        f"Number of processes: {accelerator.num_processes}",
+        f"Number of GPUs: {num_gpus}",
+    ]
+
+
+def choose_precision(wanted: str, device: torch.device) -> torch.dtype | None:
+    """Return the dtype to compute in: the settings', else Accelerate's, else the GPU's best."""
+    from accelerate.utils.environment import parse_choice_from_env
+
+    if device.type == "cpu":
+        return None
+    if wanted == "auto":
+        best = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        wanted = parse_choice_from_env("ACCELERATE_MIXED_PRECISION", best).lower()
+    known = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+    if wanted not in known:
+        raise ConfigError(f"mixed_precision {wanted} is not supported", " or ".join(known))
+    return known[wanted]
+
+
+def check_file(path: Path, num_processes: int | None = None) -> str:
+    """Say what a file for `accelerate launch` asks for.
+
+    Raises:
+        ConfigError: in one line, for what Accelerate answers with a traceback or not at all.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
+        raise ConfigError(f"{path} cannot be read: {reason}", "another --config_file") from error
+    if not isinstance(values, dict) or "distributed_type" not in values:
+        raise ConfigError(f"{path} has no distributed_type", "distributed_type: MULTI_GPU")
+    kind = values["distributed_type"]
+    if isinstance(kind, bool) or kind not in SUPPORTED:
+        near = closest(str(kind), SUPPORTED) or "MULTI_GPU"
+        raise ConfigError(f"{path}: distributed_type {kind} is not supported", near)
+    precision = values.get("mixed_precision", "no")
+    if precision not in ("no", "fp16", "bf16"):
+        bare = "a bare no, which YAML reads as false" if precision is False else repr(precision)
+        raise ConfigError(f"{path}: mixed_precision is {bare}", "mixed_precision: 'no'")
+    machines, asked = values.get("num_machines", 1), values.get("num_processes")
+    if not isinstance(asked, int) or asked < 1 or asked % machines:
+        raise ConfigError(
+            f"{path}: num_processes {asked} cannot be shared out among {machines} machines",
+            "num_processes: nodes x GPUs per node",
+        )
+    if num_processes not in (None, asked):
+        raise ConfigError(
+            f"{path} says num_processes {asked}, the job has {num_processes}",
+            f"num_processes: {num_processes}, or other nodes and GPUs per node in the script",
+        )
+    return f"{path}: {kind}, {asked} processes on {machines} machines, {precision}"
+
+
+def main(argv: Sequence[str]) -> str:
+    """Check a file as the command line asks."""
+    flags = Flags("ctclip", "Check a file for accelerate launch.", "... accelerate_config.yaml")
+    flags.add_argument("file", type=Path)
+    flags.add_argument("--num_processes", type=int, help="how many the job will have")
+    args = flags.read(argv)
+    return check_file(args.file, args.num_processes)
+
+
+if __name__ == "__main__":
+    finish(main, sys.argv[1:])

@@ -1,0 +1,154 @@
+"""Chests made on the spot: volumes with findings at their places, and reports that name them.
+
+Owns: drawing them, the same for the same seed. Does not own: reading them back. The
+folder appears whole or not at all, so that ranks may race for it.
+
+Each finding is a shape of its own density at a place of its own, a little moved and
+scaled; a report says of every finding that it is there or not, in any order. Held-out
+volumes all differ in their findings, so that one report fits one volume.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.errors import DataError
+from lockstep.randomness import derive_seed
+from lockstep_recipes.command import Flags, finish
+
+RECORD = "sample_data.json"
+INTERCEPT = -1024
+"""Stored values are HU + 1024, as scanners store them."""
+LUNG_HU, BODY_HU, AIR_HU = -800, 40, -1000
+
+# Where a finding is (depth, height, width), its radii, all as parts of the volume; its HU.
+PLACES: dict[str, tuple[tuple[float, float, float], tuple[float, float, float], int]] = {
+    "Cardiomegaly": ((0.5, 0.55, 0.5), (0.28, 0.16, 0.16), 120),
+    "Pleural effusion": ((0.78, 0.63, 0.3), (0.18, 0.1, 0.12), 10),
+    "Emphysema": ((0.25, 0.32, 0.3), (0.2, 0.12, 0.12), -1000),
+    "Lung nodule": ((0.4, 0.35, 0.7), (0.12, 0.08, 0.08), 300),
+    "Consolidation": ((0.7, 0.6, 0.75), (0.2, 0.12, 0.1), -100),
+    "Medical material": ((0.3, 0.2, 0.5), (0.16, 0.06, 0.06), 1000),
+}
+
+NUM_CODES = 2 ** len(PLACES)
+"""Findings as bits of a number."""
+
+
+def make_volumes(
+    folder: Path | str,
+    num: int = 64,
+    num_val: int = 16,
+    shape: tuple[int, int, int] = (24, 48, 48),
+    seed: int = 0,
+) -> Path:
+    """Write `num` training and `num_val` held-out volumes in `train` and `validation`.
+
+    A folder that holds exactly this set is left alone.
+
+    Raises:
+        DataError: if the folder holds anything else.
+    """
+    folder = Path(folder)
+    record = json.dumps({"num": num, "num_val": num_val, "shape": shape, "seed": seed})
+    if _holds(folder, record):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        aside.chmod(0o755)
+        rng = np.random.default_rng(derive_seed(seed, "volumes", num, num_val))
+        held_out = rng.permutation(2 ** len(PLACES))
+        numbers = {
+            "train": rng.integers(0, 2 ** len(PLACES), num),
+            "validation": held_out[:num_val],
+        }
+        for split, codes in numbers.items():
+            _write(aside / split, codes, shape, rng)
+        (aside / RECORD).write_text(record)
+        try:
+            os.rename(aside, folder)
+        except OSError:
+            if not _holds(folder, record):  # not another rank that was faster
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _holds(folder: Path, record: str) -> bool:
+    try:
+        if (folder / RECORD).read_text() == record:
+            return True
+    except OSError:
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+            return False
+    raise DataError(f"{folder} holds other files", "name another folder, or remove this one")
+
+
+def _write(
+    folder: Path, codes: NDArray[np.int64], shape: tuple[int, int, int], rng: np.random.Generator
+) -> None:
+    folder.mkdir()
+    lines = []
+    for number, code in enumerate(codes.tolist()):
+        labels = {name: code >> bit & 1 for bit, name in enumerate(PLACES)}
+        name = f"volume_{number:05d}.npy"
+        np.save(folder / name, draw(labels, shape, rng))
+        line = {"volume": name, "report": report(labels, rng), "labels": labels}
+        lines.append(json.dumps(line | {"intercept": INTERCEPT}))
+    (folder / "manifest.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def draw(
+    labels: dict[str, int], shape: tuple[int, int, int], rng: np.random.Generator
+) -> NDArray[np.int16]:
+    """Draw a chest with these findings, as a scanner would store it."""
+    grid = np.meshgrid(*(np.linspace(0, 1, n) for n in shape), indexing="ij")
+
+    def inside(centre: tuple[float, ...], radii: tuple[float, ...]) -> NDArray[np.bool_]:
+        moved = (((g - c) / r) ** 2 for g, c, r in zip(grid, centre, radii, strict=True))
+        return sum(moved, np.zeros(shape)) < 1
+
+    hu = np.full(shape, float(AIR_HU))
+    hu[inside((0.5, 0.5, 0.5), (9, 0.4, 0.47))] = BODY_HU
+    for side in (0.3, 0.7):
+        hu[inside((0.5, 0.48, side), (0.6, 0.3, 0.17))] = LUNG_HU
+    for name, present in labels.items():
+        if present:
+            centre, radii, density = PLACES[name]
+            where = tuple(c + rng.uniform(-0.03, 0.03) for c in centre)
+            size = rng.uniform(0.85, 1.2)
+            hu[inside(where, tuple(r * size for r in radii))] = density + rng.uniform(-30, 30)
+    hu += rng.normal(0, 25, shape)
+    return (hu - INTERCEPT).clip(0, 4095).astype(np.int16)
+
+
+def report(labels: dict[str, int], rng: np.random.Generator) -> str:
+    """Say of every finding whether it is there, in any order."""
+    names = list(labels)
+    order = (names[index] for index in rng.permutation(len(names)))
+    return " ".join(f"There is {'' if labels[n] else 'no '}{n.lower()}." for n in order)
+
+
+def main(argv: Sequence[str]) -> str:
+    """Write volumes as the command line asks."""
+    flags = Flags("ctclip", "Make volumes with findings.", "... data --num 512 --num_val 64")
+    flags.add_argument("folder", type=Path)
+    flags.add_argument("--num", type=int, default=512)
+    flags.add_argument("--num_val", type=int, default=NUM_CODES)
+    flags.add_argument("--seed", type=int, default=0)
+    args = flags.read(argv)
+    made = make_volumes(args.folder, args.num, args.num_val, seed=args.seed)
+    return f"{args.num} volumes in {made / 'train'}, {args.num_val} in {made / 'validation'}"
+
+
+if __name__ == "__main__":
+    finish(main, sys.argv[1:])

@@ -1,0 +1,210 @@
+"""CT-CLIP as a task: pairs of a volume and its report, told apart from all other pairs.
+
+Owns: the loss with negatives from all ranks, and what an evaluation measures. Does not
+own: the network, the files, the loop.
+
+softmax: mean over pairs i of half the cross-entropy of  exp(tau) t_i . I  to find i's volume
+                         plus half the cross-entropy of  exp(tau) v_i . T  to find i's report
+siglip:  mean over pairs i of the sum over j of          softplus(-y_ij z_ij)
+
+I and T are the directions of all ranks' volumes and reports, gathered with their
+gradient: a volume here is drawn to or pushed from reports there. More GPUs then mean more
+negatives. A gather without gradient would show the same loss and take a wrong step.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from lockstep.randomness import derive_seed
+from lockstep.task import Context, PartialLoss, Task
+from lockstep_recipes.ctclip.config import CTClipConfig
+from lockstep_recipes.ctclip.data import Entry, VolumeData, findings_in, open_entries, spread
+from lockstep_recipes.ctclip.evaluate import (
+    chosen,
+    measure_findings,
+    prompts,
+    retrieval_at_1,
+    zero_shot_scores,
+)
+from lockstep_recipes.ctclip.model import CTClip, CTViT, LocalTower, WordTower
+from lockstep_recipes.ctclip.text import LocalTokenizer, Vocabulary
+
+Batch = Mapping[str, Tensor]
+BETAS = (0.9, 0.99)
+
+
+class CTClipTask(Task):
+    """Bring volumes and their reports together, and all others apart."""
+
+    name = "ctclip"
+
+    def __init__(self, config: CTClipConfig) -> None:
+        self.config = config
+        self._seen: list[dict[str, Tensor]] = []
+
+    # --- data ---------------------------------------------------------------------------------
+
+    @cached_property
+    def entries(self) -> tuple[list[Entry], list[Entry]]:
+        """What is trained on and what is held out."""
+        paths, wanted = self.config.data.paths, self.config.validation.eval_samples
+        train = open_entries(paths.train, paths.labels)
+        held_out = open_entries(paths.validation, paths.labels) if paths.validation else []
+        return train, [held_out[index] for index in spread(len(held_out), wanted)]
+
+    @cached_property
+    def findings(self) -> tuple[str, ...]:
+        """The findings that are looked for in held-out volumes."""
+        return findings_in(self.entries[1])
+
+    def train_data(self) -> VolumeData:
+        """Return the training pairs."""
+        return self._volumes(self.entries[0])
+
+    def eval_data(self) -> VolumeData:
+        """Return the held-out pairs with their findings."""
+        return self._volumes(self.entries[1])
+
+    def _volumes(self, entries: Sequence[Entry]) -> VolumeData:
+        shape = self.config.model.image_encoder.volume_shape
+        return VolumeData(entries, shape, self.config.data.spacing, self.findings)
+
+    @cached_property
+    def tokenize(self) -> Vocabulary | LocalTokenizer:
+        """What turns texts into numbers; `load_state` puts a checkpoint's words here."""
+        text = self.config.model.text_encoder
+        if text.path is not None:
+            return LocalTokenizer(text.path, text.max_length)
+        reports = (entry.report for entry in self.entries[0])
+        return Vocabulary.build(reports, text.max_words, text.max_length)
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        """Stack volumes; turn reports into rows of numbers, and a number for each text."""
+        reports = [sample["report"] for sample in samples]
+        return {
+            "volume": torch.stack([sample["volume"] for sample in samples]),
+            "labels": torch.stack([sample["labels"] for sample in samples]),
+            "tokens": self.tokenize(reports),
+            "report": torch.tensor([derive_seed(report) for report in reports]),
+        }
+
+    # --- model --------------------------------------------------------------------------------
+
+    def build_model(self) -> CTClip:
+        """Return both towers."""
+        model, tokenize = self.config.model, self.tokenize
+        text: WordTower | LocalTower
+        if isinstance(tokenize, Vocabulary):
+            text = WordTower(len(tokenize), model.text_encoder)
+        else:
+            assert model.text_encoder.path is not None
+            text = LocalTower(model.text_encoder.path)
+        return CTClip(CTViT(model.image_encoder), text, model.clip)
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        """Return AdamW; matrices decay, biases, scales and norms do not."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {
+                "params": [p for p in trained if p.ndim > 1],
+                "weight_decay": self.config.training.weight_decay,
+            },
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        return AdamW(groups, lr, BETAS, fused=all(p.is_cuda for p in trained))
+
+    # --- loss ---------------------------------------------------------------------------------
+
+    def loss(self, model: nn.Module, batch: Batch, context: Context) -> PartialLoss:
+        """Return the loss summed over this rank's pairs, against the pairs of all ranks."""
+        made = model(batch["volume"], batch["tokens"])
+        image, text = made["image"], made["text"]
+        with torch.autocast(image.device.type, enabled=False):
+            all_pairs = self.gather(torch.cat([image, text], dim=1), context)
+            all_image, all_text = all_pairs.chunk(2, dim=1)
+            target = torch.arange(len(image), device=image.device) + context.gather_start(image)
+            if not context.counts:  # company for the others: its pairs are not in the gather
+                image, text, target = image[:0], text[:0], target[:0]
+            logits = text @ all_image.T * made["scale"]
+            if "shift" in made:
+                is_pair = F.one_hot(target, len(all_pairs)).to(logits.dtype)
+                total = F.softplus(-(2 * is_pair - 1) * (logits + made["shift"])).sum()
+            else:
+                back = image @ all_text.T * made["scale"]
+                there, here = (F.cross_entropy(x, target, reduction="sum") for x in (logits, back))
+                total = (there + here) / 2
+            total = total + made["apart"][: len(image)].sum()
+            right = (logits.argmax(dim=1) == target).sum()
+        return PartialLoss(total, float(len(image)), {"accuracy": (right, float(len(image)))})
+
+    def gather(self, local: Tensor, context: Context) -> Tensor:
+        """Return the rows of all ranks, with the way back for their gradient. Collective."""
+        return context.gather(local)
+
+    # --- evaluation ---------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, Any]:
+        """Begin anew; the numbers come from `finish_evaluation`, which sees all ranks."""
+        self._seen = []
+        return {}
+
+    def evaluate(
+        self, model: nn.Module, batch: Batch, context: Context
+    ) -> dict[str, tuple[Tensor, Tensor | float]]:
+        """Keep the directions of held-out volumes and reports; nothing is measured yet."""
+        made = model(batch["volume"], batch["tokens"])
+        kept = {name: made[name] for name in ("image", "text")}
+        self._seen.append(kept | {name: batch[name] for name in ("labels", "report")})
+        return {}
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> dict[str, float]:
+        """Bring all ranks' held-out samples together, each once, and measure. Collective."""
+        assert isinstance(model, CTClip)
+        world, latent = context.world, model.image_projection.out_features
+        dtype = torch.float64 if model.tau.dtype == torch.float64 else torch.float32
+        empty = {
+            "image": torch.zeros(0, latent, dtype=dtype),
+            "text": torch.zeros(0, latent, dtype=dtype),
+            "labels": torch.zeros(0, len(self.findings)),
+            "report": torch.zeros(0, dtype=torch.int64),
+        }
+        with torch.no_grad():
+            whole = {
+                name: world.all_gather(
+                    torch.cat([none.to(world.device), *(seen[name] for seen in self._seen)])
+                )
+                for name, none in empty.items()
+            }
+            self._seen = []
+            image, text = whole["image"], whole["text"]
+            measured = {"retrieval_at_1": retrieval_at_1(image, text, whole["report"])}
+            if self.findings:
+                tokens = self.tokenize(prompts(self.findings)).to(world.device)
+                model.eval()
+                prompted = model.embed_text(tokens)
+                model.train()
+                scores = zero_shot_scores(image, prompted, model.tau.exp())
+                threshold = self.config.validation.threshold
+                measured |= measure_findings(scores, whole["labels"], threshold)
+        return chosen(measured, self.config.validation.metrics)
+
+    # --- what a checkpoint remembers ----------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the words, without which the numbers in the embedding mean nothing."""
+        words = self.tokenize.words if isinstance(self.tokenize, Vocabulary) else None
+        return {"words": words, "findings": list(self.findings)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take the checkpoint's words: the reports may have gained some since."""
+        if state["words"] is not None:
+            length = self.config.model.text_encoder.max_length
+            self.tokenize = Vocabulary(state["words"], length)

@@ -1,0 +1,147 @@
+"""Volumes: HU, spacing, window, shape; manifests, tar shards, CSV labels; generated chests."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.errors import DataError
+from lockstep_recipes.ctclip.data import (
+    FINDINGS,
+    Entry,
+    VolumeData,
+    findings_in,
+    fit_shape,
+    open_entries,
+    prepare,
+    read_voxels,
+    resample,
+)
+from lockstep_recipes.ctclip.sample_data import PLACES, draw, make_volumes, report
+
+SPACING = (1.5, 0.75, 0.75)
+
+
+def entry(path: Path = Path("x.npy"), **changes) -> Entry:
+    return Entry(path, "manifest.jsonl, line 1", "", {}, **changes)
+
+
+def test_stored_values_become_hu_in_a_window() -> None:
+    stored = np.array([[[0, 24, 1024, 2024, 4000]]], dtype=np.int16)
+    seen = prepare(stored, entry(intercept=-1024), (1, 1, 5), SPACING)
+    assert seen.flatten().tolist() == [-1.0, -1.0, 0.0, 1.0, 1.0]
+    doubled = prepare(stored // 2, entry(slope=2.0, intercept=-1024), (1, 1, 5), SPACING)
+    assert torch.equal(doubled, seen)
+
+
+def test_resampling_keeps_the_extent_and_the_values() -> None:
+    ramp = torch.linspace(0, 1, 20).reshape(20, 1, 1).expand(20, 8, 8)
+    seen = resample(ramp, (3.0, 1.5, 0.75), SPACING)
+    assert seen.shape == (40, 16, 8)
+    assert seen[:, 0, 0].diff().min() >= 0
+    assert seen.mean() == pytest.approx(0.5, abs=1e-3)
+    assert resample(ramp, SPACING, SPACING) is ramp
+
+
+def test_a_volume_is_centred_with_air_around() -> None:
+    volume = torch.zeros(2, 6, 3)
+    seen = fit_shape(volume, (4, 4, 6))
+    assert seen.shape == (4, 4, 6)
+    assert (seen == 0).sum() == 2 * 4 * 3
+    assert seen[1:3, :, 1:4].abs().sum() == 0
+    marked = torch.arange(6.0).reshape(1, 6, 1)
+    assert fit_shape(marked, (1, 4, 1)).flatten().tolist() == [1, 2, 3, 4]
+
+
+def test_npy_and_npz_read_alike(tmp_path: Path) -> None:
+    voxels = np.random.default_rng(0).integers(0, 2000, (3, 4, 5)).astype(np.int16)
+    np.save(tmp_path / "a.npy", voxels)
+    np.savez_compressed(tmp_path / "b.npz", other=np.zeros(2), volume=voxels)
+    for name in ("a.npy", "b.npz"):
+        assert np.array_equal(read_voxels(entry(tmp_path / name)), voxels)
+
+
+def write_shards(folder: Path, num: int, shape=(6, 4, 2), total: int | None = None) -> np.ndarray:
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    voxels = rng.uniform(-1, 1, (num, *shape)).astype("<f2")
+    for start in range(0, num, 2):
+        with tarfile.open(folder / f"shard_{start:04d}.tar", "w") as tar:
+            for index in range(start, min(num, start + 2)):
+                labels = np.eye(len(FINDINGS), dtype="<f4")[index]
+                parts = {
+                    "bin": voxels[index].tobytes(),
+                    "txt": f"Report {index}.".encode(),
+                    "json": json.dumps({"study_id": f"study{index}"}).encode(),
+                    "labels": labels.tobytes(),
+                }
+                for kind, content in parts.items():
+                    member = tarfile.TarInfo(f"{index:06d}.{kind}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    said = {"total_samples": num if total is None else total, "shape": shape}
+    (folder / "manifest.json").write_text(json.dumps(said))
+    return voxels
+
+
+def test_tar_shards_are_read_by_index(tmp_path: Path) -> None:
+    voxels = write_shards(tmp_path / "shards", 3)
+    entries = open_entries(tmp_path / "shards")
+    data = VolumeData(entries, (2, 6, 4), SPACING, findings_in(entries))
+    assert len(data) == 3
+    assert data.findings == FINDINGS
+    for index in (2, 0, 1):
+        sample = data[index]
+        expected = voxels[index].transpose(2, 0, 1)  # height, width, depth are stored
+        assert np.array_equal(sample["volume"][0].numpy(), expected)
+        assert sample["report"] == f"Report {index}."
+        assert sample["labels"].argmax() == index
+    assert "study2" in data.describe(2)
+
+
+def test_shards_that_are_missing_or_cut_are_named(tmp_path: Path) -> None:
+    write_shards(tmp_path / "few", 3, total=4)
+    with pytest.raises(DataError, match="total_samples 4, its shards hold 3"):
+        open_entries(tmp_path / "few")
+    write_shards(tmp_path / "cut", 2)
+    shard = tmp_path / "cut" / "shard_0000.tar"
+    shard.write_bytes(b"no tar" * 200)
+    with pytest.raises(DataError, match=r"shard_0000.tar is not a readable tar file"):
+        open_entries(tmp_path / "cut")
+
+
+def test_labels_come_from_a_csv_by_volume_name(tmp_path: Path) -> None:
+    data = make_volumes(tmp_path / "data", num=2, num_val=1, shape=(4, 8, 8))
+    rows = ["VolumeName,Cardiomegaly,Emphysema", "volume_00001.npy,0,1", "volume_00000.npy,1,0"]
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    entries = open_entries(data / "train", tmp_path / "labels.csv")
+    assert [e.findings for e in entries] == [
+        {"Cardiomegaly": 1, "Emphysema": 0},
+        {"Cardiomegaly": 0, "Emphysema": 1},
+    ]
+
+
+def test_generated_chests_show_and_name_their_findings(tmp_path: Path) -> None:
+    shape, none = (24, 48, 48), dict.fromkeys(PLACES, 0)
+    healthy = draw(none, shape, np.random.default_rng(0)).astype(int)
+    for name, (centre, _, density) in PLACES.items():
+        ill = draw(none | {name: 1}, shape, np.random.default_rng(0)).astype(int)
+        place = tuple(round(c * (n - 1)) for c, n in zip(centre, shape, strict=True))
+        assert abs(ill[place] - 1024 - density) < 150, name
+        assert abs(ill[place] - healthy[place]) > 40, f"{name} must be seen"
+        said = report(none | {name: 1}, np.random.default_rng(1))
+        assert f"There is {name.lower()}." in said
+        assert said.count("There is no ") == len(PLACES) - 1
+    data = make_volumes(tmp_path / "data", num=5, num_val=30, shape=(4, 8, 8))
+    entries = open_entries(data / "validation")
+    kinds = {tuple(e.findings.items()) for e in entries}
+    assert len(kinds) == 30, "one report fits one volume"
+    again = make_volumes(tmp_path / "again", num=5, num_val=30, shape=(4, 8, 8))
+    files = sorted(path.relative_to(data) for path in data.rglob("*.np*"))
+    assert all((data / f).read_bytes() == (again / f).read_bytes() for f in files)
+    with pytest.raises(DataError, match="holds other files"):
+        make_volumes(tmp_path / "data", num=6, num_val=30, shape=(4, 8, 8))
