@@ -1,5 +1,7 @@
 """A config that makes no sense is refused by the path of its key, with the nearest that does."""
 
+from fractions import Fraction
+
 import pytest
 import yaml
 
@@ -40,6 +42,9 @@ def test_a_key_like_no_other_gets_the_list_of_those_there_are() -> None:
         ({"rate": {"lr": "fast"}}, "rate.lr='fast'"),
         ({"schedule": {"shape": "square"}}, "schedule.shape='square'"),
         ({"batch": 3}, "batch=3"),
+        ({"evaluation": {"every_epochs": 0}}, "evaluation.every_epochs=0"),
+        ({"checkpoint": {"every_epochs": -0.5}}, "checkpoint.every_epochs=-0.5"),
+        ({"checkpoint": {"every_epochs": float("inf")}}, "checkpoint.every_epochs=inf"),
     ],
 )
 def test_a_wrong_value_is_named_by_its_path(values: dict[str, object], path: str) -> None:
@@ -111,3 +116,27 @@ def test_a_cadence_counts_epochs_or_steps_or_both() -> None:
     assert due(Cadence(every_epochs=1, every_steps=4)) == [3, 4, 6, 8, 9, 12]
     assert due(Cadence(every_epochs=2)) == [6, 12]
     assert due(Cadence(every_epochs=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        (0.5, [3, 5, 8, 10]),  # of five steps an epoch, at the first that is past the middle
+        (0.1, list(range(1, 11))),  # never twice in a step
+        (0.2, list(range(1, 11))),
+        (1.5, [8]),
+        (1, [5, 10]),
+        (2.0, [10]),
+        (1e9, []),
+    ],
+)
+def test_a_cadence_may_be_a_fraction_of_an_epoch(every: float, expected: list[int]) -> None:
+    when, share = Cadence(every_epochs=every), Fraction(1, 5)
+    assert [n for n in range(1, 11) if when.is_due(n, n * share, share)] == expected
+
+
+def test_a_fraction_means_what_was_written_not_the_float_next_to_it() -> None:
+    when = Cadence(every_epochs=0.1)  # as a float a little more than a tenth
+    tenth = Fraction(1, 10)
+    due = [n for n in range(1, 10_001) if when.is_due(n, n * tenth, tenth)]
+    assert len(due) == 10_000

@@ -4,8 +4,8 @@ Owns: gathering the sections, turning text into values, and saying what is wrong
 with them. Does not own: the sections; each stands beside the code that reads it.
 """
 
-import json
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -25,7 +25,8 @@ class Cadence(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    every_epochs: PositiveInt | None = 1
+    every_epochs: PositiveFloat | None = Field(default=1, allow_inf_nan=False)
+    """May be a fraction: 0.5 is twice an epoch."""
     every_steps: PositiveInt | None = None
 
     @model_validator(mode="before")
@@ -34,15 +35,22 @@ class Cadence(BaseModel):
         """Take the default of one epoch for a choice only where no other was made."""
         return {"every_epochs": None, **values} if values.get("every_steps") else values
 
-    def is_due(self, step: int, epochs: int | None) -> bool:
+    def is_due(self, step: int, epochs: Fraction | int | None, since: Fraction | int = 1) -> bool:
         """Say whether it is time after `step` steps.
 
-        `epochs` counts the epochs that are complete, and is None in the midst of one.
+        `epochs` counts the epochs behind the run, `since` those since it was last asked:
+        it is due where a multiple of `every_epochs` lies between. None counts no epochs.
 
         >>> Cadence(every_epochs=2).is_due(step=6, epochs=2), Cadence().is_due(step=7, epochs=None)
         (True, False)
+        >>> tenths = [Fraction(step, 10) for step in range(1, 11)]
+        >>> [Cadence(every_epochs=0.25).is_due(0, t, Fraction(1, 10)) for t in tenths].count(True)
+        4
         """
-        by_epochs = bool(self.every_epochs and epochs and epochs % self.every_epochs == 0)
+        by_epochs = False
+        if self.every_epochs and epochs is not None:
+            every = Fraction(str(self.every_epochs))  # 0.1 is a tenth, not the float next to it
+            by_epochs = epochs // every > (epochs - since) // every
         return by_epochs or bool(self.every_steps and step % self.every_steps == 0)
 
 
@@ -115,7 +123,7 @@ class RunConfig(BaseModel):
 
     def with_overrides(self, overrides: Sequence[str]) -> Self:
         """Return a copy with `section.key=value` texts applied, type-checked like the rest."""
-        values = json.loads(self.model_dump_json())
+        values = self.model_dump(mode="json")
         for text in overrides:
             path, equals, value = text.partition("=")
             if not equals:

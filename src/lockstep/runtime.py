@@ -80,7 +80,11 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> Any:
     """Return the store through which the ranks find each other."""
     if launch.launcher == "torchrun":  # its agent may already hold the store
         store, _, _ = next(rendezvous("env://", timeout=timeout))
-        return store
+        # It is kept over restarts, with the addresses of the dead. Machines count restarts each
+        # for itself, so only on a single one does the count tell them apart.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefixed = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+        return prefixed if launch.local_size == launch.size else store
     assert launch.port is not None
     return dist.TCPStore(  # type: ignore[attr-defined]
         launch.head, launch.port, launch.size, launch.rank == 0, timeout=timeout

@@ -29,7 +29,6 @@ from lockstep.parallel import bare, replicate
 from lockstep.plan import Contract, resume_contract, scaled_rate
 from lockstep.randomness import seed_all
 from lockstep.runtime import World
-from lockstep.schedule import warmup_length
 from lockstep.step import StepReport
 from lockstep.task import Task
 
@@ -93,29 +92,28 @@ class Run:
 
     def parts(self) -> dict[str, Any]:
         """Return all that a resumed run needs, by name."""
-        averages = {
-            f"average_{decay}": self.averages.state(decay) for decay in self.config.averages
-        }
         return {
             "model": bare(self.model).state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "progress": self.progress.state(),
             "task": self.task.state(),
-            **averages,
+            **{f"average_{d}": self.averages.state(d) for d in self.config.averages},
             **({"scaler": self.scaler.state_dict()} if self.scaler else {}),
         }
 
+    def set_rate(self, factor: float) -> None:
+        """Give every parameter group its base rate times `factor`."""
+        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = base * factor
+
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take back what `parts` returned."""
+        """Take back what `parts` returned; the task's own part came before the model."""
         load_model_state(bare(self.model), checkpoint.load("model"))
         self._load_optimizer(checkpoint.load("optimizer"))
         self.progress = Progress.from_state(checkpoint.load("progress"), self.world.device)
-        self.task.load_state(checkpoint.load("task"))
         for decay in self.config.averages:
             name = f"average_{decay}"
-            saved = [
-                p.removeprefix("average_") for p in checkpoint.parts if p.startswith("average")
-            ]
+            saved = [p.partition("_")[2] for p in checkpoint.parts if p.startswith("average_")]
             if name not in checkpoint.parts:
                 raise CheckpointError(
                     f"{checkpoint.path} holds no average of decay {decay}",
@@ -165,7 +163,8 @@ class Run:
 def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Run:
     """Build the run, restored from its checkpoint where there is one. Collective."""
     folder = Path(config.output_dir)
-    check_alike("settings", config.model_dump_json(exclude={"output_dir"}), world)
+    settings = config.model_dump_json(exclude={"output_dir"}) + json.dumps(task.settings())
+    check_alike("settings", settings, world)
     together(world, lambda: _take_folder(folder, world, stack))
     data = together(world, task.train_data)
     held_out = together(world, lambda: _held_out(task))
@@ -177,7 +176,11 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
     found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
     check_alike("checkpoints to go on from", found, world)
-    contract = together(world, lambda: agree_on_contract(config, data, world.size, checkpoint))
+    contract = together(
+        world, lambda: agree_on_contract(config, data, world.size, checkpoint, task.gathers)
+    )
+    if checkpoint is not None:  # before the model: a vocabulary may size its embedding
+        together(world, lambda: task.load_state(checkpoint.load("task")))
 
     def build_loader() -> Loader:
         if is_stream(data) and (config.schedule.warmup_epochs or not config.checkpoint.every_steps):
@@ -198,7 +201,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         )
 
     loader = together(world, build_loader)
-    together(world, lambda: _settle_folder(folder, config, world))
+    together(world, lambda: _settle_folder(folder, task, config, world))
     seed_all(config.seed, "weights")
     model = together(world, task.build_model).to(world.device)
     if config.sync_batch_norm and world.size > 1:
@@ -248,7 +251,7 @@ def _take_folder(folder: Path, world: World, stack: ExitStack) -> None:
         stack.callback(lock.release)
 
 
-def _settle_folder(folder: Path, config: RunConfig, world: World) -> None:
+def _settle_folder(folder: Path, task: Task, config: RunConfig, world: World) -> None:
     """Discard what is to be discarded and write the config down, now that the run will start."""
     if not world.is_first:
         return
@@ -257,8 +260,8 @@ def _settle_folder(folder: Path, config: RunConfig, world: World) -> None:
             for name in ("checkpoints", "events", "samples", "tensorboard"):
                 if (folder / name).exists():
                     shutil.rmtree(folder / name)
-        facts = {"world_size": world.size, "versions": versions()}
-        text = json.dumps({"config": json.loads(config.model_dump_json()), **facts}, indent=2)
+        facts = {"task": task.settings(), "world_size": world.size, "versions": versions()}
+        text = json.dumps({"config": config.model_dump(mode="json"), **facts}, indent=2)
         (folder / "config.json").write_text(text + "\n")
     except OSError as error:
         raise CheckpointError(f"cannot prepare {folder}: {error}", "another output_dir") from error
@@ -274,35 +277,6 @@ def _held_out(task: Task) -> Any:
 
 def _length(data: Any) -> str:
     return "none" if data is None else "a stream" if is_stream(data) else str(len(data))
-
-
-def banner(run: Run) -> list[str]:
-    """Return what a run says of itself before its first step."""
-    world, plan, rate = run.world, run.contract.plan, run.config.rate
-    total_steps = run.loader.total_steps
-    by = world.launcher + (f", {world.backend}" if world.backend else "")
-    lines = [f"lockstep: {run.task.name} on {world.size} x {world.device.type} (started by {by})"]
-    lines += [*run.task.banner(world, run.contract), *run.contract.describe()]
-    lines += [f"passed over {path}: {reason}" for path, reason in run.rejected]
-    warmup = warmup_length(run.config.schedule, plan.steps_per_epoch)
-    if warmup > total_steps:
-        lines.append(f"warning: the warm-up of {warmup} steps outlasts the run of {total_steps}")
-    fixed = run.config.batch.global_batch_size or rate.reference_batch
-    if rate.lr_scaling == "linear" and world.size > 1 and plan.global_batch == fixed:
-        lines.append(
-            f"warning: linear scaling multiplies the rate by {world.size}, but the effective batch "
-            f"is still {plan.global_batch}"
-        )
-    if is_stream(run.loader.dataset):
-        lines.append(
-            "the training data are a stream: read in the order it comes, from its start again "
-            "when it ends; every rank reads all of it, and a resume reads up to where it was"
-        )
-    if not run.model.training:
-        lines.append("warning: the model comes in evaluation mode and is trained in it")
-    if run.resumed_from is not None and run.progress.step >= total_steps:
-        lines.append(f"nothing to do: the run is complete at step {run.progress.step}")
-    return lines
 
 
 def choose_checkpoint(
@@ -347,7 +321,11 @@ def _around_difference(a: str, b: str) -> tuple[str, str]:
 
 
 def agree_on_contract(
-    config: RunConfig, data: Any, world_size: int, checkpoint: Checkpoint | None
+    config: RunConfig,
+    data: Any,
+    world_size: int,
+    checkpoint: Checkpoint | None = None,
+    gathers: bool = False,
 ) -> Contract:
     """Return the batch and rate contract: fresh, or the checkpoint's on this many ranks."""
     plan = plan_for(data, config.batch, world_size)
@@ -367,7 +345,16 @@ def agree_on_contract(
             f"this run asks for {asked}",
             "the old number, or accept_changes=true to go on with the new one",
         )
-    return resume_contract(stored, fresh, config.accept_changes)
+    agreed, was = resume_contract(stored, fresh, config.accept_changes), stored.plan
+    # The same global batch on other ranks is another loss here: fewer samples meet at a time.
+    if gathers and agreed.plan.total_batch != was.total_batch and not config.accept_changes:
+        raise ConfigError(
+            f"the loss compares the samples of all ranks: the checkpoint was trained with "
+            f"{was.total_batch} at a time ({was.batch_size} x {was.world_size} ranks), this run "
+            f"would have {agreed.plan.total_batch}",
+            f"{was.world_size} ranks, or accept_changes=true",
+        )
+    return agreed
 
 
 def choose_precision(wanted: str, device: torch.device) -> torch.dtype | None:

@@ -87,6 +87,13 @@ class Task:
 
     name = "custom"
     """Written into every checkpoint; a checkpoint of another name is refused."""
+    gathers: bool = False
+    """The loss compares the samples of all ranks of a micro-batch. A run then goes on with the
+    same number of them (batch_size x ranks) only: with another, it would be another loss."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the task was built with, as JSON has it: recorded, and alike on all ranks."""
+        return {}
 
     def build_model(self) -> nn.Module:
         """Return the model, with its initial weights, on the CPU."""
@@ -174,4 +181,4 @@ class Task:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned."""
+        """Take back what `state` returned; called before `build_model`, after `train_data`."""

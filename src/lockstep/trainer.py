@@ -5,12 +5,12 @@ arithmetic; it calls the parts in order. Whatever must be alike on all ranks is
 decided from reduced values or by `World.all_max`, never by one rank.
 """
 
-import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -18,19 +18,14 @@ import torch
 from lockstep.agreement import raise_together, together
 from lockstep.checkpoint import BackgroundWriter, snapshot
 from lockstep.config import Cadence, RunConfig
-from lockstep.data.ledger import Ledger
 from lockstep.data.loader import StepBatch
-from lockstep.data.reader import is_stream
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, NonFiniteError
 from lockstep.evaluation import evaluate
-from lockstep.observe.console import Console
-from lockstep.observe.events import EventLog
-from lockstep.observe.sinks import Sinks
-from lockstep.observe.throughput import Throughput
 from lockstep.parallel import bare, follow_first
+from lockstep.record import Record
 from lockstep.runtime import World
 from lockstep.schedule import build_schedule
-from lockstep.setup import Run, banner, check_alike, prepare, versions
+from lockstep.setup import Run, check_alike, prepare, versions
 from lockstep.signals import EXIT_CODES, StopSignals
 from lockstep.step import StepReport, train_step
 from lockstep.task import Context, Task
@@ -60,123 +55,127 @@ def fit(task: Task, config: RunConfig) -> RunResult:
         world = stack.enter_context(World.enter(config.device, config.timeout_s))
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack)
-        return Trainer(run, signals, stack).train()
+        trainer = Trainer(run, signals, stack)
+        loader = run.loader
+        schedule = build_schedule(config.schedule, loader.plan.steps_per_epoch, loader.total_steps)
+        for batch in trainer.steps():
+            run.set_rate(schedule(batch.step))
+            report = train_step(
+                task.loss,
+                run.model,
+                run.optimizer,
+                batch,
+                world,
+                weights=task.weights,
+                seed=config.seed,
+                max_grad_norm=config.max_grad_norm,
+                autocast=run.autocast,
+                scaler=run.scaler,
+            )
+            trainer.took(report, batch)
+        return trainer.finish()
 
 
 class Trainer:
-    """Takes a prepared run through its steps."""
+    """Takes a prepared run through its steps. The steps themselves are the caller's.
 
-    def __init__(self, run: Run, signals: StopSignals, stack: ExitStack) -> None:
+    A loop is `for batch in trainer.steps()`, a step and `trainer.took(report, batch)` in
+    it, and `trainer.finish()` after it. `fit` is such a loop; docs/own_loop.md shows another.
+
+    Args:
+        run: From `prepare`.
+        signals: Already entered.
+        stack: Closes what the trainer opens.
+        also_say: Lines for the first rank to print with its own before the first step.
+    """
+
+    def __init__(
+        self, run: Run, signals: StopSignals, stack: ExitStack, also_say: Sequence[str] = ()
+    ) -> None:
         self.run = run
         self.signals = signals
-        self.throughput = Throughput()
         self.writer: BackgroundWriter = BackgroundWriter()
         stack.callback(self.writer.close)
-        self.events = EventLog(run.config.output_dir, run.world.rank)
-        stack.callback(self.events.close)
+        self.record = Record(run, stack, also_say)
+        self.events = self.record.events
         self.metrics: dict[str, float] = {}
-        self.local_ledger = Ledger()
         self.report: StepReport | None = None
+        self.stopped_by = 0
+        """The exit code of the signal that ended the steps early."""
         self.evaluated_step: int | None = None
-        self._has_checked_parts = False
         self.saved_step = run.progress.step if run.resumed_from else None
-        self._speak(stack)
+        self._num_new = 0
+        self._began = time.monotonic()
+        stack.push(self._say_where)
 
-    def train(self) -> RunResult:
-        """Run the steps that are left."""
-        run, began = self.run, time.monotonic()
-        config, progress, plan = run.config, run.progress, run.contract.plan
-        total_steps = run.loader.total_steps
-        steps_per_epoch = None if is_stream(run.loader.dataset) else plan.steps_per_epoch
-        schedule = build_schedule(config.schedule, steps_per_epoch, total_steps)
+    def steps(self) -> Iterator[StepBatch]:
+        """Yield the batches of the steps that are left; log, evaluate and save between them.
+
+        Ends early, on all ranks alike, when one of them was asked to stop. Collective.
+
+        Raises:
+            LockstepError: on all ranks, what one of them met; the good steps are saved first.
+        """
+        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
+        total_steps, throughput = run.loader.total_steps, self.record.throughput
         batches = iter(run.loader)
         upcoming = self._fetch(batches)
-        stopped_by = 0
         while progress.step < total_steps:
-            stopped_by = self._agree(upcoming)
-            if stopped_by:
-                break
+            self.stopped_by = self._agree(upcoming)
+            if self.stopped_by:
+                return
             assert isinstance(upcoming, StepBatch)
-
-            # ---- the step ----
-            for group, base in zip(run.optimizer.param_groups, run.base_rates, strict=True):
-                group["lr"] = base * schedule(progress.step)
-            try:
-                self.report = train_step(
-                    run.task.loss,
-                    run.model,
-                    run.optimizer,
-                    upcoming,
-                    run.world,
-                    weights=run.task.weights,
-                    seed=config.seed,
-                    max_grad_norm=config.max_grad_norm,
-                    autocast=run.autocast,
-                    scaler=run.scaler,
-                )
-            except Exception as error:
-                error.add_note(f"in step {progress.step + 1} of rank {run.world.rank}")
-                raise
-            progress.take(self.report, upcoming)
-            run.averages.update(progress.step)
-            self._enter_into_ledger(upcoming)
-            if not self._has_checked_parts:
-                check_alike("parts of the loss", " ".join(sorted(self.report.parts)), run.world)
-                self._has_checked_parts = True
+            yield upcoming
+            if progress.step != upcoming.step + 1:
+                raise RuntimeError("a loop over steps() calls took(report, batch) for each")
             upcoming = self._fetch(batches)  # while the device is still busy
-            self.throughput.step_done(plan.global_batch)
+            throughput.step_done(plan.global_batch)
             if run.world.device.type == "cpu":  # on a GPU, asking would mean waiting
                 self._check_finite()
+            self._once_in_a_while()
 
-            # ---- once in a while ----
-            step, at_end = progress.step, progress.step == total_steps
-            if at_end or step % config.log_every == 0:
-                self._log()
-            with self.throughput.pausing():
-                if progress.consumed % plan.samples_per_epoch == 0:
-                    self._close_epoch()
-                is_best = False
-                if run.held_out is not None and (at_end or self._is_due(config.evaluation)):
-                    is_best = self._evaluate()
-                if at_end or is_best or self._is_due(config.checkpoint):
-                    self._save(is_best)
+    def took(self, report: StepReport, batch: StepBatch) -> None:
+        """Count a finished step; nothing here waits for the device. Collective."""
+        run, before = self.run, self.run.progress.consumed
+        if self.report is None:
+            check_alike("parts of the loss", " ".join(sorted(report.parts)), run.world)
+        self.report = report
+        run.progress.take(report, batch)
+        self._num_new = run.progress.consumed - before
+        run.averages.update(run.progress.step)
+        self.record.enter(batch)
 
-        if self.saved_step != progress.step:
+    def finish(self) -> RunResult:
+        """Save what is not saved yet, and say how the run ended. Collective."""
+        step = self.run.progress.step
+        if self.saved_step != step:
             self._save()
-        together(run.world, self.writer.wait)
-        if stopped_by:
-            name = {code: number.name for number, code in EXIT_CODES.items()}[stopped_by]
-            self.events.write("stop", progress.step, reason=name, exit_code=stopped_by)
-        self.events.write("run_end", progress.step, seconds=time.monotonic() - began)
-        return RunResult(progress.step, self.metrics, Path(config.output_dir), stopped_by)
+        together(self.run.world, self.writer.wait)
+        if self.stopped_by:
+            name = {code: number.name for number, code in EXIT_CODES.items()}[self.stopped_by]
+            self.events.write("stop", step, reason=name, exit_code=self.stopped_by)
+        self.events.write("run_end", step, seconds=time.monotonic() - self._began)
+        return RunResult(step, self.metrics, Path(self.run.config.output_dir), self.stopped_by)
 
-    def _speak(self, stack: ExitStack) -> None:
-        """Let the first rank say who trains, on what, from where; and write it down."""
-        run, world = self.run, self.run.world
-        if world.is_first:
-            console = Console(run.loader.total_steps, log_file=run.config.sinks.log_file)
-            stack.callback(console.close)
-            resumed_at = run.progress.step if run.resumed_from else None
-            values = json.loads(run.config.model_dump_json())
-            sinks = Sinks(
-                run.config.sinks,
-                run.config.output_dir,
-                values,
-                resume_step=resumed_at,
-                warn=lambda message: console.note(f"warning: {message}"),
-            )
-            stack.callback(sinks.close)
-            self.events.listeners += [console, sinks]
-            for line in banner(run):
-                console.note(line)
-        facts = {"world_size": world.size, "recipe": run.task.name, **run.contract.to_json()}
-        self.events.write("run_start", run.progress.step, **facts)
-        if run.resumed_from is not None:
-            path = str(run.resumed_from.path)
-            self.events.write("resume", run.progress.step, path=path)
+    def _once_in_a_while(self) -> None:
+        """Log, close the epoch, evaluate, save: each when it is due. Collective."""
+        run, config, progress = self.run, self.run.config, self.run.progress
+        at_end = progress.step == run.loader.total_steps
+        if at_end or progress.step % config.log_every == 0:
+            self._check_finite()
+            assert self.report is not None
+            self.record.log(self.report)
+        with self.record.throughput.pausing():
+            if progress.consumed % run.contract.plan.samples_per_epoch == 0:
+                self.record.close_epoch()
+            is_best = False
+            if run.held_out is not None and (at_end or self._is_due(config.evaluation)):
+                is_best = self._evaluate()
+            if at_end or is_best or self._is_due(config.checkpoint):
+                self._save(is_best)
 
     def _fetch(self, batches: Iterator[StepBatch]) -> StepBatch | LockstepError | None:
-        with self.throughput.waiting():
+        with self.record.throughput.waiting():
             try:
                 return next(batches, None)
             except LockstepError as error:
@@ -200,9 +199,9 @@ class Trainer:
         return stop
 
     def _is_due(self, when: Cadence) -> bool:
-        progress, plan = self.run.progress, self.run.contract.plan
-        epochs, into_epoch = divmod(progress.consumed, plan.samples_per_epoch)
-        return when.is_due(progress.step, None if into_epoch else epochs)
+        progress, per_epoch = self.run.progress, self.run.contract.plan.samples_per_epoch
+        epochs = Fraction(progress.consumed, per_epoch)
+        return when.is_due(progress.step, epochs, Fraction(self._num_new, per_epoch))
 
     def _check_finite(self) -> None:
         """Raise, on all ranks alike, when the last step was no longer arithmetic."""
@@ -219,77 +218,12 @@ class Trainer:
                 "the newest checkpoint is from before",
             )
 
-    def _enter_into_ledger(self, batch: StepBatch) -> None:
-        for micro_batch in batch.micro_batches:
-            if micro_batch.counts:
-                self.local_ledger.add(batch.epoch, micro_batch.visited)
-                for sample, reason in micro_batch.skipped:
-                    self.events.write(
-                        "sample_skipped", self.run.progress.step, sample=sample, reason=reason
-                    )
-
-    def _sum_ledger(self) -> Ledger:
-        """Add every rank's entries to the run's ledger. Collective."""
-        run = self.run
-        run.progress.ledger = run.progress.ledger.plus(self.local_ledger, run.world.all_sum)
-        self.local_ledger = Ledger()
-        return run.progress.ledger
-
-    def _log(self) -> None:
-        """Write one line of numbers, all reduced over ranks. Collective."""
-        self._check_finite()
-        assert self.report is not None
-        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
-        timing = self.throughput.interval()
-        # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
-        local = torch.tensor([[timing["step_time_s"], timing["data_wait_share"]]])
-        step_time, wait_share = (float(column.max()) for column in run.world.all_gather(local).T)
-        pairs = {name: sums.tolist() for name, sums in progress.interval.items()}
-        means = {name: value / weight for name, (value, weight) in pairs.items() if weight}
-        progress.interval = {}
-        self.events.write(
-            "step",
-            progress.step,
-            loss=means.pop("loss", 0.0),
-            parts=means,
-            learning_rate=run.optimizer.param_groups[0]["lr"],
-            grad_norm=float(self.report.grad_norm),
-            epoch=progress.consumed / plan.samples_per_epoch,
-            samples=progress.consumed,
-            ledger=str(self._sum_ledger()),
-            samples_per_second=plan.global_batch / step_time,
-            step_time_s=step_time,
-            data_wait_share=wait_share,
-            local_step_time_s=timing["step_time_s"],
-            local_data_wait_share=timing["data_wait_share"],
-        )
-
-    def _close_epoch(self) -> None:
-        """Say what the epoch consumed, and prove it. Collective."""
-        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
-        epoch = progress.consumed // plan.samples_per_epoch
-        seen = self._sum_ledger()
-        expected = Ledger.of_epoch(run.loader.order, plan, epoch - 1)
-        loss_sum, weight = progress.epoch["loss"]
-        verdict = "each once" if seen == expected else "NOT each once"
-        self.events.write(
-            "epoch",
-            progress.step,
-            epoch=epoch,
-            loss=float(loss_sum / weight),
-            samples=seen.count,
-            num_samples=plan.samples_per_epoch,
-            each_once=seen == expected,
-            message=f"{seen.count} of {plan.samples_per_epoch} samples, {verdict}",
-        )
-        progress.epoch = {}
-        progress.ledger = Ledger()
-
     def _evaluate(self) -> bool:
         """Evaluate the weights and their first average; say if they are the best. Collective."""
         run, config, model = self.run, self.run.config, bare(self.run.model)
+        began, step = time.monotonic(), run.progress.step
+        self.evaluated_step = step
         follow_first(model, run.world)
-        step = self.evaluated_step = run.progress.step
 
         def measure() -> dict[str, float]:
             return evaluate(
@@ -324,7 +258,8 @@ class Trainer:
                 finish()
         else:
             finish()
-        self.events.write("evaluation", step, metrics=self.metrics)
+        stall_s = time.monotonic() - began
+        self.events.write("evaluation", step, metrics=self.metrics, local_stall_s=stall_s)
         return config.evaluation.save_best and self._is_best()
 
     def _save(self, is_best: bool = False) -> None:
@@ -333,7 +268,7 @@ class Trainer:
         began = time.monotonic()
         run, plan = self.run, self.run.contract.plan
         step = self.saved_step = run.progress.step
-        self._sum_ledger()
+        self.record.sum_ledger()
         names = ["best_model.pt"] if is_best else []
         epochs, into_epoch = divmod(run.progress.consumed, plan.samples_per_epoch)
         saving = run.config.checkpoint
@@ -349,7 +284,7 @@ class Trainer:
             "epochs_completed": epochs,
             "names": names,
             "metrics": self.metrics if self.evaluated_step == step else {},
-            "config": json.loads(run.config.model_dump_json()),
+            "config": run.config.model_dump(mode="json"),
             "versions": versions(),
         }
         parts = together(run.world, lambda: snapshot(run.parts()) if run.world.is_first else {})
@@ -386,3 +321,8 @@ class Trainer:
             return False
         progress.best = value
         return True
+
+    def _say_where(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Note on whatever ends the run which rank met it, and when."""
+        if error is not None:
+            error.add_note(f"on rank {self.run.world.rank}, after step {self.run.progress.step}")

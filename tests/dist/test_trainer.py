@@ -1,9 +1,11 @@
 """A whole run: the same numbers on every rank and for every number of them; failing together."""
 
+import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,13 @@ from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
 from lockstep.data.order import Ids, Leaf, Order, Shuffled, leaves_of
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, NonFiniteError
 from lockstep.plan import BatchPlan
+from lockstep.runtime import World
+from lockstep.setup import prepare
+from lockstep.signals import StopSignals
+from lockstep.step import train_step
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
+from lockstep.trainer import RunResult, Trainer
 
 NUM_SAMPLES = 20
 TIMES = re.compile(r"time|.*_s|samples_per_second|.*_share|path")
@@ -562,3 +569,126 @@ def test_good_steps_are_saved_before_a_bad_sample_ends_the_run(tmp_path: Path) -
     checkpoint, _ = store(tmp_path).latest()
     assert checkpoint is not None
     assert checkpoint.step == events(tmp_path, "step")[-1]["step"] > 0
+
+
+# --- A loop of one's own around the same parts ---------------------------------------------
+
+
+def own_loop(folder: Path, counts: bool = True) -> RunResult:
+    """Train as `fit` does, with a constant rate, and an extra line in the banner."""
+    config, task = config_for(folder), TinyTask(NUM_SAMPLES)
+    with ExitStack() as stack:
+        world = stack.enter_context(World.enter(config.device, config.timeout_s))
+        signals = stack.enter_context(StopSignals())
+        run = prepare(task, config, world, stack)
+        trainer = Trainer(run, signals, stack, also_say=["a loop of its own"])
+        for batch in trainer.steps():
+            report = train_step(
+                task.loss, run.model, run.optimizer, batch, world, max_grad_norm=1.0
+            )
+            if counts:
+                trainer.took(report, batch)
+        return trainer.finish()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loop_of_ones_own_is_fit_to_the_last_bit(num_ranks: int, tmp_path: Path) -> None:
+    run(tmp_path / "fit", num_ranks)
+    results = run_ranks(num_ranks, own_loop, tmp_path / "own")
+    assert {result.step for result in results} == {6}
+    a, b = weights(tmp_path / "fit"), weights(tmp_path / "own")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    kinds = [[e["event"] for e in read_events(tmp_path / name)] for name in ("fit", "own")]
+    assert kinds[0] == kinds[1]
+    assert verdicts(tmp_path / "own") == verdicts(tmp_path / "fit")
+
+
+def test_a_loop_that_does_not_count_its_steps_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"took\(report, batch\)"):
+        run_ranks(1, own_loop, tmp_path, False)
+
+
+def test_what_ends_a_run_says_on_which_rank_and_after_which_step(tmp_path: Path) -> None:
+    class Broken(TinyTask):
+        def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
+            if context.training and context.step == 2:
+                raise ZeroDivisionError("a bug")
+            return super().loss(model, batch, context)
+
+    def one_rank() -> list[str]:
+        with pytest.raises(ZeroDivisionError) as caught:
+            fit(Broken(NUM_SAMPLES), config_for(tmp_path))
+        return caught.value.__notes__
+
+    assert run_ranks(1, one_rank) == [["on rank 0, after step 2"]]
+
+
+def test_evaluations_and_saves_may_come_within_an_epoch(tmp_path: Path) -> None:
+    # Three steps an epoch, of 8, 8 and 4 samples: halves lie in the second and the third.
+    half = {"every_epochs": 0.5}
+    run(tmp_path, 2, evaluation=half | {"save_best": False}, checkpoint=half)
+    for kind in ("evaluation", "checkpoint"):
+        assert [event["step"] for event in events(tmp_path, kind)] == [2, 3, 5, 6]
+
+
+# --- What a task may ask for -----------------------------------------------------------------
+
+
+class Growing(TinyTask):
+    """As wide as the words it knows, of which a resumed run's data have more."""
+
+    def __init__(self, num_words: int) -> None:
+        super().__init__(NUM_SAMPLES)
+        self.num_words = num_words
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, self.num_words), nn.Linear(self.num_words, 3)).double()
+
+    def state(self) -> dict[str, Any]:
+        return {"num_words": self.num_words}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.num_words = state["num_words"]
+
+
+def test_a_task_remembers_before_it_builds_its_model(tmp_path: Path) -> None:
+    run(tmp_path, 1, lambda: Growing(4), max_steps=2)
+    (result,) = run(tmp_path, 1, lambda: Growing(7), max_steps=4)
+    assert result.step == 4, result
+    assert weights(tmp_path)["0.weight"].shape == (4, 5)
+
+
+class Gathering(TinyTask):
+    """Says that its loss compares the samples of all ranks."""
+
+    gathers = True
+
+
+def test_a_loss_that_gathers_goes_on_with_as_many_samples_at_a_time(tmp_path: Path) -> None:
+    def go_on(num_ranks: int, max_steps: int, **changes: Any) -> Any:
+        (first, *_) = run(
+            tmp_path, num_ranks, lambda: Gathering(NUM_SAMPLES), max_steps=max_steps, **changes
+        )
+        return first
+
+    assert go_on(2, 2).step == 2
+    kind, text, _ = go_on(1, 3)
+    assert kind == "ConfigError"
+    assert "4 at a time (2 x 2 ranks), this run would have 2" in text
+    assert go_on(2, 3).step == 3
+    assert go_on(1, 4, accept_changes=True).step == 4
+
+
+class Settled(TinyTask):
+    """Was built with something that ranks must agree on."""
+
+    def settings(self) -> dict[str, Any]:
+        return {"width": 3 + int(os.environ["RANK"]) * self.num_held_out}
+
+
+def test_a_tasks_settings_are_recorded_and_alike_on_all_ranks(tmp_path: Path) -> None:
+    errors = run(tmp_path, 2, lambda: Settled(NUM_SAMPLES, num_held_out=1))
+    assert {error[0] for error in errors} == {"ConfigError"}
+    assert "different settings" in errors[0][1]
+    run(tmp_path, 2, lambda: Settled(NUM_SAMPLES, num_held_out=0), max_steps=1)
+    assert json.loads((tmp_path / "config.json").read_text())["task"] == {"width": 3}

@@ -1,7 +1,7 @@
 """The keys of the YAML file, each with its default, checked before anything starts.
 
-Owns: which keys there are, and what contradicts what. Does not own: files
-(`lockstep_recipes.settings`), nor what is done with a value.
+Owns: which keys there are, what contradicts what, and what they mean in a `RunConfig`.
+Does not own: files (`lockstep_recipes.settings`), nor what is done with a value.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
 )
 
+from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.parse import parse_model
 from lockstep.plan import Rule
@@ -195,6 +196,58 @@ class CTClipConfig(Section):
     def folder(self) -> Path:
         """Return the run's folder: one per experiment."""
         return self.checkpoint.save_dir / self.experiment.name
+
+    def run_config(self, precision: str = "fp32") -> RunConfig:
+        """Return what the spine must know, which has other names for it."""
+        data, training, log = self.data, self.training, self.logging
+        return RunConfig.parse(
+            {
+                "output_dir": str(self.folder),
+                "seed": self.experiment.seed,
+                "epochs": training.max_epochs,
+                "max_steps": training.max_steps,
+                "batch": {
+                    "batch_size": data.batch_size,
+                    "accumulate": training.gradient_accumulation_steps,
+                    "drop_last": data.drop_last,
+                },
+                "rate": {
+                    "lr": training.learning_rate,
+                    "lr_scaling": training.lr_scaling,
+                    "reference_batch": training.reference_batch,
+                },
+                "schedule": {
+                    "shape": "cosine",
+                    "warmup_steps": training.warmup_steps,
+                    "floor": training.min_lr_ratio,
+                },
+                "loader": {
+                    "num_workers": data.num_workers,
+                    "prefetch": data.prefetch_factor,
+                    "on_bad_sample": data.on_bad_sample,
+                },
+                "evaluation": {
+                    "every_epochs": self.validation.eval_every_n_epochs,
+                    "best_metric": self.checkpoint.best_metric,
+                    "best_is": "highest",
+                },
+                "checkpoint": {
+                    "every_epochs": training.save_every_n_epochs,
+                    "keep_last": self.checkpoint.keep_last_n,
+                },
+                "sinks": {
+                    "wandb": log.use_wandb,
+                    "wandb_project": log.wandb_project,
+                    "wandb_name": self.experiment.name,
+                    "curves": log.curves,
+                },
+                "precision": precision,
+                "max_grad_norm": training.max_grad_norm,
+                "log_every": log.log_every_n_steps,
+                "resume": self.resume,
+                "accept_changes": self.accept_changes,
+            }
+        )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> "CTClipConfig":

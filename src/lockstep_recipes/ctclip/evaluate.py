@@ -7,6 +7,7 @@ Zero-shot: the score of a finding is the share that "There is X." gets of a volu
 similarities, against "There is no X.".
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -76,5 +77,9 @@ def retrieval_at_1(image: Tensor, text: Tensor, reports: Tensor) -> float:
 
 
 def chosen(measured: Mapping[str, float], wanted: Sequence[str]) -> dict[str, float]:
-    """Return what `validation.metrics` asks for, of what there is."""
-    return {name: measured[name] for name in wanted if name in measured}
+    """Return what `validation.metrics` asks for; what could not be measured is no number.
+
+    >>> chosen({"auroc": 0.5, "f1": 0.1}, ["auroc", "recall"])
+    {'auroc': 0.5, 'recall': nan}
+    """
+    return {name: measured.get(name, math.nan) for name in wanted}

@@ -101,16 +101,16 @@ def banner(accelerator: Any, world: World) -> list[str]:
     ]
 
 
-def choose_precision(wanted: str, device: torch.device) -> torch.dtype | None:
-    """Return the dtype to compute in: the settings', else Accelerate's, else the GPU's best."""
+def choose_precision(wanted: str, device: torch.device) -> str:
+    """Return the precision to compute in: the settings', else Accelerate's, else the GPU's best."""
     from accelerate.utils.environment import parse_choice_from_env
 
     if device.type == "cpu":
-        return None
+        return "fp32"
     if wanted == "auto":
         best = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
         wanted = parse_choice_from_env("ACCELERATE_MIXED_PRECISION", best).lower()
-    known = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+    known = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
     if wanted not in known:
         raise ConfigError(f"mixed_precision {wanted} is not supported", " or ".join(known))
     return known[wanted]

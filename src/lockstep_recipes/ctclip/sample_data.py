@@ -1,7 +1,6 @@
 """Chests made on the spot: volumes with findings at their places, and reports that name them.
 
-Owns: drawing them, the same for the same seed. Does not own: reading them back. The
-folder appears whole or not at all, so that ranks may race for it.
+Owns: drawing them, the same for the same seed. Does not own: reading them back.
 
 Each finding is a shape of its own density at a place of its own, a little moved and
 scaled; a report says of every finding that it is there or not, in any order. Held-out
@@ -9,21 +8,17 @@ volumes all differ in their findings, so that one report fits one volume.
 """
 
 import json
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.errors import DataError
 from lockstep.randomness import derive_seed
 from lockstep_recipes.command import Flags, finish
+from lockstep_recipes.made_folder import make_folder
 
-RECORD = "sample_data.json"
 INTERCEPT = -1024
 """Stored values are HU + 1024, as scanners store them."""
 LUNG_HU, BODY_HU, AIR_HU = -800, 40, -1000
@@ -56,41 +51,15 @@ def make_volumes(
     Raises:
         DataError: if the folder holds anything else.
     """
-    folder = Path(folder)
-    record = json.dumps({"num": num, "num_val": num_val, "shape": shape, "seed": seed})
-    if _holds(folder, record):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        aside.chmod(0o755)
+    record = {"num": num, "num_val": num_val, "shape": list(shape), "seed": seed}
+
+    def fill(made: Path) -> None:
         rng = np.random.default_rng(derive_seed(seed, "volumes", num, num_val))
-        held_out = rng.permutation(2 ** len(PLACES))
-        numbers = {
-            "train": rng.integers(0, 2 ** len(PLACES), num),
-            "validation": held_out[:num_val],
-        }
-        for split, codes in numbers.items():
-            _write(aside / split, codes, shape, rng)
-        (aside / RECORD).write_text(record)
-        try:
-            os.rename(aside, folder)
-        except OSError:
-            if not _holds(folder, record):  # not another rank that was faster
-                raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return folder
+        held_out = rng.permutation(NUM_CODES)[:num_val]
+        for split, codes in (("train", rng.integers(0, NUM_CODES, num)), ("validation", held_out)):
+            _write(made / split, codes, shape, rng)
 
-
-def _holds(folder: Path, record: str) -> bool:
-    try:
-        if (folder / RECORD).read_text() == record:
-            return True
-    except OSError:
-        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-            return False
-    raise DataError(f"{folder} holds other files", "name another folder, or remove this one")
+    return make_folder(folder, record, fill)
 
 
 def _write(

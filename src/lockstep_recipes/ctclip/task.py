@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from lockstep.plan import Contract
 from lockstep.randomness import derive_seed
+from lockstep.runtime import World
 from lockstep.task import Context, PartialLoss, Task
 from lockstep_recipes.ctclip.config import CTClipConfig
 from lockstep_recipes.ctclip.data import Entry, VolumeData, findings_in, open_entries, spread
@@ -43,10 +45,22 @@ class CTClipTask(Task):
     """Bring volumes and their reports together, and all others apart."""
 
     name = "ctclip"
+    gathers = True
 
     def __init__(self, config: CTClipConfig) -> None:
         self.config = config
         self._seen: list[dict[str, Tensor]] = []
+
+    def settings(self) -> dict[str, Any]:
+        """Return every key of the settings file."""
+        return self.config.model_dump(mode="json")
+
+    def banner(self, world: World, contract: Contract) -> list[str]:
+        """Say how many pairs meet, and what cannot be measured."""
+        lines = [f"Pairs told apart at a time: {contract.plan.total_batch}"]
+        if self.entries[1] and not self.findings:
+            lines.append("warning: held-out volumes have no labels; retrieval alone is measured")
+        return lines
 
     # --- data ---------------------------------------------------------------------------------
 

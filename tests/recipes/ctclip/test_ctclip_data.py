@@ -143,5 +143,5 @@ def test_generated_chests_show_and_name_their_findings(tmp_path: Path) -> None:
     again = make_volumes(tmp_path / "again", num=5, num_val=30, shape=(4, 8, 8))
     files = sorted(path.relative_to(data) for path in data.rglob("*.np*"))
     assert all((data / f).read_bytes() == (again / f).read_bytes() for f in files)
-    with pytest.raises(DataError, match="holds other files"):
+    with pytest.raises(DataError, match="holds another sample set"):
         make_volumes(tmp_path / "data", num=6, num_val=30, shape=(4, 8, 8))

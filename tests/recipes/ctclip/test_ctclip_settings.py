@@ -1,5 +1,7 @@
 """Every key of the YAML files does something; what does nothing is refused by its name."""
 
+import json
+import math
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from pydantic import BaseModel
 
-from lockstep import read_events
+from lockstep import RunConfig, read_events
 from lockstep.errors import ConfigError
+from lockstep.plan import Contract
+from lockstep.record import banner
+from lockstep.setup import Run, agree_on_contract, prepare
 from lockstep.testing import FakeWorld, run_ranks
 from lockstep_recipes.ctclip.config import CTClipConfig
 from lockstep_recipes.ctclip.flags import build, overrides
-from lockstep_recipes.ctclip.launch import check_file
-from lockstep_recipes.ctclip.setup import Run, agree_on_contract, prepare
+from lockstep_recipes.ctclip.launch import check_file, choose_precision
 from lockstep_recipes.ctclip.task import CTClipTask
-from lockstep_recipes.ctclip.trainer import introduction, run
+from lockstep_recipes.ctclip.trainer import run
 from lockstep_recipes.settings import read_settings
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "ctclip"
@@ -71,9 +76,13 @@ def keys_of(kind: type[BaseModel], above: str = "") -> list[str]:
 
 def built(config: CTClipConfig, ranks: int = 1) -> Run:
     with ExitStack() as stack:
-        made = prepare(config, CTClipTask(config), FakeWorld(size=ranks), stack)
-        assert introduction(made, [])
+        made = prepare(CTClipTask(config), config.run_config(), FakeWorld(size=ranks), stack)
+        assert banner(made)
         return made
+
+
+def contract_of(config: CTClipConfig, num_samples: int, ranks: int) -> Contract:
+    return agree_on_contract(config.run_config(), range(num_samples), ranks)
 
 
 Check = Callable[[Run], object]
@@ -82,11 +91,11 @@ EFFECTS: dict[str, tuple[Any, Check, object]] = {
     "experiment.name": ("other", lambda r: r.store.folder.parent.name, "other"),
     "experiment.seed": (7, lambda r: r.contract.seed, 7),
     "data.batch_size": (2, lambda r: r.contract.plan.global_batch, 2),
-    "data.num_workers": (1, lambda r: r.reading.num_workers, 1),
-    "data.prefetch_factor": (5, lambda r: r.reading.prefetch, 5),
+    "data.num_workers": (1, lambda r: r.config.loader.num_workers, 1),
+    "data.prefetch_factor": (5, lambda r: r.config.loader.prefetch, 5),
     "data.spacing": ([3, 1, 1], lambda r: r.loader.dataset.spacing, (3, 1, 1)),
     "data.drop_last": (False, lambda r: r.contract.plan.samples_per_epoch, 22),
-    "data.on_bad_sample": ("skip", lambda r: r.reading.on_bad_sample, "skip"),
+    "data.on_bad_sample": ("skip", lambda r: r.config.loader.on_bad_sample, "skip"),
     "data.paths.validation": (None, lambda r: r.held_out, None),
     "model.image_encoder.image_size": (
         36,
@@ -133,7 +142,7 @@ EFFECTS: dict[str, tuple[Any, Check, object]] = {
     "training.reference_batch": (16, lambda r: r.contract.effective_lr, 2.5e-4),
     "training.weight_decay": (0.3, lambda r: r.optimizer.param_groups[0]["weight_decay"], 0.3),
     "training.gradient_accumulation_steps": (2, lambda r: r.contract.plan.global_batch, 8),
-    "training.warmup_steps": (50, lambda r: "outlasts" in introduction(r, [])[-1], True),
+    "training.warmup_steps": (50, lambda r: "outlasts" in banner(r)[-1], True),
     "validation.eval_samples": (3, lambda r: len(r.held_out), 3),
     "checkpoint.save_dir": (
         "elsewhere",
@@ -169,7 +178,7 @@ ELSEWHERE = {
     "data.paths.labels": "test_ctclip_data",
     "model.clip.dim_image": "test_ctclip_model",
     "model.text_encoder.path": "test_ctclip_model",
-    "training.mixed_precision": "a GPU",
+    "training.mixed_precision": "below",
     "logging.use_wandb": "test_sinks",
     "logging.wandb_project": "test_sinks",
     "resume": "test_ctclip_ranks",
@@ -198,11 +207,11 @@ def test_scaling_by_the_batch_follows_the_guide(settings) -> None:
     # 1.25e-6 for a batch of 4; 2.5e-6 for 8, 5.0e-6 for 16.
     scaled = {"training": {"learning_rate": 1.25e-6, "lr_scaling": "batch"}}
     for ranks, rate in ((1, 1.25e-6), (2, 2.5e-6), (4, 5.0e-6)):
-        assert agree_on_contract(settings(scaled), 22, ranks).effective_lr == pytest.approx(rate)
+        assert contract_of(settings(scaled), 22, ranks).effective_lr == pytest.approx(rate)
         plain = settings({"training": {"learning_rate": 1.25e-6}})
-        assert agree_on_contract(plain, 22, ranks).effective_lr == 1.25e-6, "none by default"
+        assert contract_of(plain, 22, ranks).effective_lr == 1.25e-6, "none by default"
     halved = settings(scaled, {"training": {"reference_batch": 8}})
-    assert agree_on_contract(halved, 22, 1).effective_lr == pytest.approx(0.625e-6)
+    assert contract_of(halved, 22, 1).effective_lr == pytest.approx(0.625e-6)
 
 
 def test_the_keys_of_the_loop_have_their_effect(settings) -> None:
@@ -250,6 +259,51 @@ def test_the_keys_of_the_loop_have_their_effect(settings) -> None:
     assert best == (
         "step_00000011" if last["retrieval_at_1"] > first["retrieval_at_1"] else "step_00000006"
     )
+
+
+def test_a_metric_nobody_can_measure_is_said_and_never_the_best(
+    settings, volumes, tmp_path
+) -> None:
+    lines = (volumes / "validation" / "manifest.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    bare = [{"volume": str(volumes / "validation" / e["volume"]), "report": "x"} for e in entries]
+    (tmp_path / "bare.jsonl").write_text("\n".join(map(json.dumps, bare)))
+    config = settings({"data": {"paths": {"validation": str(tmp_path / "bare.jsonl")}}})
+    assert any("have no labels" in line for line in banner(built(config)))
+    (result,) = run_ranks(1, run, config)
+    assert math.isnan(result.metrics["auroc"])
+    assert result.metrics["retrieval_at_1"] == 1, "they all say the same"
+    assert not (config.folder / "checkpoints" / "best_model.pt").exists()
+
+
+def test_a_run_records_every_key_of_its_settings(settings) -> None:
+    config = settings()
+    built(config)
+    stored = json.loads((config.folder / "config.json").read_text())
+    assert CTClipConfig.parse(stored["task"]) == config
+    assert RunConfig.parse(stored["config"]) == config.run_config()
+
+
+@pytest.mark.parametrize(
+    ("setting", "accelerate", "expected"),
+    [
+        ("auto", "fp16", "fp16"),
+        ("auto", "no", "fp32"),
+        ("auto", None, "bf16"),
+        ("no", "fp16", "fp32"),
+        ("bf16", "fp16", "bf16"),
+    ],
+)
+def test_the_settings_win_over_accelerates_file(
+    setting, accelerate, expected, settings, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    if accelerate is not None:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", accelerate)
+    wanted = settings({"training": {"mixed_precision": setting}}).training.mixed_precision
+    precision = choose_precision(wanted, torch.device("cuda"))
+    assert settings().run_config(precision).precision == expected
+    assert choose_precision(wanted, torch.device("cpu")) == "fp32"
 
 
 def test_clipping_clips(settings) -> None:
@@ -305,7 +359,7 @@ def test_the_files_of_the_guide_hold_its_numbers() -> None:
 def test_steps_per_epoch_are_the_guides(settings) -> None:
     config = settings({"training": {"learning_rate": 1.25e-6}})
     for ranks, steps, dropped in ((1, 7375, 0), (2, 3687, 4), (4, 1843, 12), (8, 921, 28)):
-        said = agree_on_contract(config, 29_500, ranks).describe()[1]
+        said = contract_of(config, 29_500, ranks).describe()[1]
         kept = 29_500 - dropped
         assert said == f"Steps per epoch: {steps} ({kept} of 29500 samples, {dropped} dropped)"
 

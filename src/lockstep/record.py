@@ -1,0 +1,148 @@
+"""What a run says of itself and writes down: its banner, its log lines, its epochs' proof.
+
+Owns: who listens to the events, the numbers in them, and the ledger behind them. Does
+not own: when something is written; the trainer says so. Every number is reduced over
+ranks first, but for those called `local_`.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from lockstep.data.ledger import Ledger
+from lockstep.data.loader import StepBatch
+from lockstep.data.reader import is_stream
+from lockstep.observe.console import Console
+from lockstep.observe.events import EventLog
+from lockstep.observe.sinks import Sinks
+from lockstep.observe.throughput import Throughput
+from lockstep.schedule import warmup_length
+from lockstep.setup import Run
+from lockstep.step import StepReport
+
+
+class Record:
+    """The events of one rank; on the first, console and sinks follow them."""
+
+    def __init__(self, run: Run, stack: ExitStack, also_say: Sequence[str] = ()) -> None:
+        self.run = run
+        self.throughput = Throughput()
+        self.local_ledger = Ledger()
+        self.events = EventLog(run.config.output_dir, run.world.rank)
+        stack.callback(self.events.close)
+        if run.world.is_first:
+            self._speak(stack, also_say)
+        facts = {"world_size": run.world.size, "recipe": run.task.name, **run.contract.to_json()}
+        self.events.write("run_start", run.progress.step, **facts)
+        if run.resumed_from is not None:
+            self.events.write("resume", run.progress.step, path=str(run.resumed_from.path))
+
+    def _speak(self, stack: ExitStack, also_say: Sequence[str]) -> None:
+        """Say who trains, on what, from where, and let console and sinks listen."""
+        run, config = self.run, self.run.config
+        console = Console(run.loader.total_steps, log_file=config.sinks.log_file)
+        stack.callback(console.close)
+        sinks = Sinks(
+            config.sinks,
+            config.output_dir,
+            {**config.model_dump(mode="json"), "task": run.task.settings()},
+            resume_step=run.progress.step if run.resumed_from else None,
+            warn=lambda message: console.note(f"warning: {message}"),
+        )
+        stack.callback(sinks.close)
+        self.events.listeners += [console, sinks]
+        first, *others = banner(run)
+        for line in (first, *also_say, *others):
+            console.note(line)
+
+    def enter(self, batch: StepBatch) -> None:
+        """Enter what this rank took in a step into the ledger."""
+        for micro_batch in batch.micro_batches:
+            if micro_batch.counts:
+                self.local_ledger.add(batch.epoch, micro_batch.visited)
+                for sample, reason in micro_batch.skipped:
+                    step = self.run.progress.step
+                    self.events.write("sample_skipped", step, sample=sample, reason=reason)
+
+    def sum_ledger(self) -> Ledger:
+        """Add every rank's entries to the run's ledger. Collective."""
+        run = self.run
+        run.progress.ledger = run.progress.ledger.plus(self.local_ledger, run.world.all_sum)
+        self.local_ledger = Ledger()
+        return run.progress.ledger
+
+    def log(self, report: StepReport) -> None:
+        """Write one line of numbers, all reduced over ranks. Collective."""
+        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
+        timing = self.throughput.interval()
+        # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
+        local = torch.tensor([[timing["step_time_s"], timing["data_wait_share"]]])
+        step_time, wait_share = (float(column.max()) for column in run.world.all_gather(local).T)
+        pairs = {name: sums.tolist() for name, sums in progress.interval.items()}
+        means = {name: value / weight for name, (value, weight) in pairs.items() if weight}
+        progress.interval = {}
+        self.events.write(
+            "step",
+            progress.step,
+            loss=means.pop("loss", 0.0),
+            parts=means,
+            learning_rate=run.optimizer.param_groups[0]["lr"],
+            grad_norm=float(report.grad_norm),
+            epoch=progress.consumed / plan.samples_per_epoch,
+            samples=progress.consumed,
+            ledger=str(self.sum_ledger()),
+            samples_per_second=plan.global_batch / step_time,
+            step_time_s=step_time,
+            data_wait_share=wait_share,
+            local_step_time_s=timing["step_time_s"],
+            local_data_wait_share=timing["data_wait_share"],
+        )
+
+    def close_epoch(self) -> None:
+        """Say what the epoch consumed, and prove it. Collective."""
+        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
+        epoch, seen = progress.consumed // plan.samples_per_epoch, self.sum_ledger()
+        expected = Ledger.of_epoch(run.loader.order, plan, epoch - 1)
+        loss_sum, weight = progress.epoch["loss"]
+        verdict = "each once" if seen == expected else "NOT each once"
+        self.events.write(
+            "epoch",
+            progress.step,
+            epoch=epoch,
+            loss=float(loss_sum / weight),
+            samples=seen.count,
+            num_samples=plan.samples_per_epoch,
+            each_once=seen == expected,
+            message=f"{seen.count} of {plan.samples_per_epoch} samples, {verdict}",
+        )
+        progress.epoch, progress.ledger = {}, Ledger()
+
+
+def banner(run: Run) -> list[str]:
+    """Return what a run says of itself before its first step."""
+    world, plan, rate = run.world, run.contract.plan, run.config.rate
+    total_steps = run.loader.total_steps
+    by = world.launcher + (f", {world.backend}" if world.backend else "")
+    lines = [f"lockstep: {run.task.name} on {world.size} x {world.device.type} (started by {by})"]
+    lines += [*run.task.banner(world, run.contract), *run.contract.describe()]
+    lines += [f"passed over {path}: {reason}" for path, reason in run.rejected]
+    warmup = warmup_length(run.config.schedule, plan.steps_per_epoch)
+    if warmup > total_steps:
+        lines.append(f"warning: the warm-up of {warmup} steps outlasts the run of {total_steps}")
+    fixed = run.config.batch.global_batch_size or rate.reference_batch
+    if rate.lr_scaling == "linear" and world.size > 1 and plan.global_batch == fixed:
+        lines.append(
+            f"warning: linear scaling multiplies the rate by {world.size}, but the effective batch "
+            f"is still {plan.global_batch}"
+        )
+    if is_stream(run.loader.dataset):
+        lines.append(
+            "the training data are a stream: read in the order it comes, from its start again "
+            "when it ends; every rank reads all of it, and a resume reads up to where it was"
+        )
+    if not run.model.training:
+        lines.append("warning: the model comes in evaluation mode and is trained in it")
+    if run.resumed_from is not None and run.progress.step >= total_steps:
+        lines.append(f"nothing to do: the run is complete at step {run.progress.step}")
+    return lines
