@@ -28,6 +28,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parallel import bare, replicate
 from lockstep.plan import Contract, resume_contract, scaled_rate
 from lockstep.randomness import seed_all
+from lockstep.rehearsal import rehearsed
 from lockstep.runtime import World
 from lockstep.step import StepReport
 from lockstep.task import Task
@@ -162,6 +163,7 @@ class Run:
 
 def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Run:
     """Build the run, restored from its checkpoint where there is one. Collective."""
+    config = rehearsed(config)
     folder = Path(config.output_dir)
     settings = config.model_dump_json(exclude={"output_dir"}) + json.dumps(task.settings())
     check_alike("settings", settings, world)

@@ -20,7 +20,8 @@ GPUS_PER_NODE=${GPUS_PER_NODE##*:} # "h100:4" is four
 export NUM_PROCESSES=$((SLURM_JOB_NUM_NODES * GPUS_PER_NODE))
 read -r MAIN_ADDRESS < <(scontrol show hostnames "$SLURM_JOB_NODELIST") # the first of them
 export MAIN_ADDRESS
-export MAIN_PORT=${MAIN_PORT:-29500}
+# A port of this job's own: another job may use 29500 on the same node.
+export MAIN_PORT=${MAIN_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 10000))}
 python -m lockstep_recipes.ctclip.launch "$ACCELERATE_CONFIG" --num_processes "$NUM_PROCESSES"
 
 # In single quotes: SLURM_PROCID is another on each node, and here it is always 0.

@@ -14,6 +14,9 @@ app = typer.Typer(
 
 PLAN_EXAMPLE = "Example: lockstep plan --samples 29500 --batch-size 4 --gpus 1,2,4,8"
 LAUNCH_EXAMPLE = "Example: lockstep launch --gpus 4 --restarts 3 train.py --epochs 10"
+SUBMIT_EXAMPLE = (
+    "Example: lockstep submit --nodes 2 --gpus-per-node 8 --partition gpu --time 12:00:00 train.py"
+)
 RUN_EXAMPLE = (
     "Example: lockstep run jit --gpus 2 --data_path data/train --batch_size 64 --epochs 100"
 )
@@ -79,6 +82,134 @@ def plan(
     from lockstep.cli.plan import show_plan
 
     show_plan(samples, batch_size, gpus, accumulate, lr, lr_scaling, reference_batch, as_json)
+
+
+@app.command(
+    epilog=SUBMIT_EXAMPLE,
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def submit(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT ...", help="a script, or -m MODULE, and its flags"),
+    ],
+    nodes: Annotated[int, typer.Option(help="machines that train together")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="and processes, one per GPU")] = 1,
+    cpus_only: Annotated[bool, typer.Option("--cpus-only", help="ask for no GPU")] = False,
+    processes_per_node: Annotated[
+        int | None, typer.Option(help="if not one per GPU; on CPUs, one unless this says more")
+    ] = None,
+    cpus_per_process: Annotated[int | None, typer.Option(help="cores of each")] = None,
+    partition: Annotated[str, typer.Option(help="the cluster's default if not given")] = "",
+    account: Annotated[str, typer.Option(help="who pays")] = "",
+    time: Annotated[str, typer.Option(help="limit of one stay in the queue: 12:00:00")] = "",
+    warn: Annotated[int, typer.Option(help="seconds before the limit, to save in")] = 120,
+    requeues: Annotated[int, typer.Option(help="returns to the queue, at most")] = 100,
+    restarts: Annotated[int, typer.Option(help="how often to start again after a failure")] = 2,
+    name: Annotated[str, typer.Option(help="of the job; the script's if not given")] = "",
+    folder: Annotated[str, typer.Option(help="for job scripts and logs")] = "lockstep_jobs",
+    array: Annotated[str, typer.Option(help="0-3: four jobs; %a is the number in words")] = "",
+    setup: Annotated[
+        list[str] | None, typer.Option(metavar="LINE", help="shell to run before: module load cuda")
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="any other option: qos=high")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the script, do nothing")] = False,
+    follow: Annotated[bool, typer.Option(help="show the log, end with the job's code")] = True,
+) -> None:
+    """Run a script as a SLURM job that saves before its time limit and queues itself again."""
+    from lockstep.cli.submit import read_options, submit_job
+    from lockstep.launch.slurm import Job
+
+    job = Job(
+        words=tuple(words),
+        num_nodes=nodes,
+        gpus_per_node=0 if cpus_only else gpus_per_node,
+        processes_per_node=processes_per_node or (1 if cpus_only else max(1, gpus_per_node)),
+        cpus_per_process=cpus_per_process,
+        partition=partition,
+        account=account,
+        time=time,
+        warn_s=warn,
+        requeues=requeues,
+        restarts=restarts,
+        name=name,
+        folder=folder,
+        array=array,
+        setup=tuple(setup or ()),
+        options=read_options(sbatch or []),
+    )
+    sys.exit(submit_job(job, dry_run, follow))
+
+
+@app.command(
+    epilog="Example: lockstep rehearse -- torchrun --nproc_per_node=2 train.py --epochs 300",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def rehearse(
+    words: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND ...", help="as you would type it")
+    ],
+    limit: Annotated[float, typer.Option(help="seconds without a sign of life: it hangs")] = 120,
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="PHASE", help="what the command does not do")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+) -> None:
+    """See a command train, validate, save, die, resume and finish, in about a minute."""
+    from lockstep.cli.rehearse import rehearse as play
+
+    sys.exit(play(words, limit, without or [], as_json))
+
+
+@app.command(epilog="Example: lockstep new circles")
+def new(
+    name: Annotated[str, typer.Argument(help="the project's folder")],
+    force: Annotated[bool, typer.Option("--force", help="overwrite what is there")] = False,
+) -> None:
+    """Start a project: one short file that trains, and a page about it."""
+    from lockstep.cli.new import new as start
+
+    typer.echo("\n".join(start(name, force)))
+
+
+@app.command(
+    epilog="Example: lockstep init slurm train.py --epochs 300",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def init(
+    kind: Annotated[str, typer.Argument(help="vscode, slurm, accelerate or scripts")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[SCRIPT ...]", help="train.py, and its flags")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite what is there")] = False,
+) -> None:
+    """Write the launch files that guides show, for a script of your own."""
+    from lockstep.cli.init import init as generate
+
+    script, *args = words or ["train.py"]
+    typer.echo("\n".join(generate(kind, script, args, force)))
+
+
+@app.command(
+    epilog="Example: lockstep doctor -- torchrun --nproc_per_node=2 train.py --batch_size 64",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def doctor(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- COMMAND ...]", help="the job about to run, as you would type it"
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="how long to look into the job")] = 120,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+) -> None:
+    """Check this machine, and the job about to run; every failure comes with its fix."""
+    from lockstep.cli.doctor import run_doctor
+
+    sys.exit(run_doctor(words or [], as_json, seconds))
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LaunchError
+from lockstep.launch.roll_call import call_roll, own_address, parse_head
 from lockstep.launch.worker import RECORD, work
 
 CRASH_LOOP = 3
@@ -64,8 +65,8 @@ def launch(command: Launch) -> int:
     cores_each = max(1, (os.cpu_count() or 1) // command.num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_each))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SIGNALS
-    # Restarted workers must not find the addresses of those before them.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if command.num_nodes > 1:  # restarted workers must not find the addresses of the dead
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with _as_nobody():
         multiprocessing.set_forkserver_preload(["lockstep.launch.warm"])
         forkserver.ensure_running()  # it imports torch while we do
@@ -75,6 +76,7 @@ def launch(command: Launch) -> int:
     # The failing rank has said what is wrong; the agent's own table says it again, worse.
     for chatty in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
+    _check_gpus(command.num_processes)
     agent = _build_agent(command)
     try:
         with _as_nobody():
@@ -91,12 +93,23 @@ def _check(command: Launch) -> None:
     script = command.words[0] if command.words else ""
     if script != "-m" and not Path(script).is_file():
         raise LaunchError(f"there is no script {script!r}", "its path from here, or -m MODULE")
-    if command.num_nodes > 1 and ":" not in command.head:
-        raise LaunchError(f"{command.num_nodes} nodes need a place to meet", "--head HOST:PORT")
+    if command.num_nodes > 1:
+        parse_head(command.head)
     if not 0 <= command.node_rank < command.num_nodes:
         raise LaunchError(
             f"--node-rank {command.node_rank} of {command.num_nodes} nodes",
             f"0 to {command.num_nodes - 1}",
+        )
+
+
+def _check_gpus(num_processes: int) -> None:
+    """Refuse to crowd GPUs; a machine without any trains on its cores."""
+    from torch.cuda import device_count
+
+    if 0 < device_count() < num_processes:
+        raise LaunchError(
+            f"{num_processes} processes were asked for, and there are {device_count()} GPUs",
+            f"--gpus {device_count()}, or CUDA_VISIBLE_DEVICES= to train on the CPU",
         )
 
 
@@ -110,6 +123,7 @@ def _build_agent(command: Launch) -> Any:
         """Torch's agent, which also knows why ranks fail and when to give up."""
 
         exit_code = 0
+        store: object = None
 
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)
@@ -136,17 +150,22 @@ def _build_agent(command: Launch) -> Any:
             sys.stderr.write(failure.text(tries, is_loop))
             sys.stderr.flush()
 
-    is_alone = command.num_nodes == 1
+    where, run_id, own = "localhost:0", uuid.uuid4().hex, "localhost"
+    store: object = None
+    if command.num_nodes > 1:
+        store, run_id = call_roll(
+            command.head, command.num_nodes, command.node_rank, command.wait_s
+        )
+        where, own = command.head, own_address(parse_head(command.head)[0])
     parameters = RendezvousParameters(
         backend="c10d",
-        endpoint="localhost:0" if is_alone else command.head,
-        run_id=uuid.uuid4().hex if is_alone else "lockstep",
+        endpoint=where,
+        run_id=run_id,
         min_nodes=command.num_nodes,
         max_nodes=command.num_nodes,
-        local_addr="localhost" if is_alone else None,
+        local_addr=own,
         is_host=str(command.node_rank == 0),
         join_timeout=int(command.wait_s),
-        timeout=int(command.wait_s),
     )
     spec = WorkerSpec(
         role="rank",
@@ -161,7 +180,9 @@ def _build_agent(command: Launch) -> Any:
     others = range(1, command.num_processes)  # the first is heard as it is: `worker.keep_log`
     logs = DefaultLogsSpecs(command.logs, tee=dict.fromkeys(others, Std.ALL))
     settings = _if_known(LocalElasticAgent, shutdown_timeout=SHUTDOWN_S)
-    return Agent(spec, logs, start_method="forkserver", **settings)
+    agent = Agent(spec, logs, start_method="forkserver", **settings)
+    agent.store = store  # kept open as long as there is somebody to ask it
+    return agent
 
 
 def _if_known(kind: type, **settings: Any) -> dict[str, Any]:
@@ -202,7 +223,10 @@ class Failure:
         lines = []
         if self.told:
             lines += [self.told["traceback"].rstrip()]
-            lines += [f"lockstep: rank {self.rank} on {self.told['host']}: {self.told['error']}"]
+            where = "".join(f", {note}" for note in self.told["notes"])
+            lines += [
+                f"lockstep: rank {self.rank} on {self.told['host']}{where}: {self.told['error']}"
+            ]
         elif self.code > 128 and self.code not in FINAL_CODES:
             name = signal.Signals(self.code - 128).name
             lines += [f"lockstep: rank {self.rank} was ended by {name}"]

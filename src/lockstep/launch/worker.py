@@ -4,6 +4,7 @@ Owns: running a script as `python SCRIPT` would, ending with its launcher, leavi
 record of an uncaught exception. Does not own: the group; the script joins it.
 """
 
+import atexit
 import ctypes
 import json
 import os
@@ -15,9 +16,10 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 RECORD = "failure.json"
 PR_SET_PDEATHSIG = 1
@@ -25,6 +27,7 @@ PR_SET_PDEATHSIG = 1
 
 def work(*words: str) -> None:
     """Run `python *words` in this process."""
+    atexit.unregister(os._exit)  # what `warm` put there was meant for the process it is in
     end_with_parent()
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     if os.environ["LOCAL_RANK"] == "0":
@@ -55,6 +58,7 @@ def work(*words: str) -> None:
         write_failure(folder, type(error), error, error.__traceback__)
         sys.exit(1)
     finally:
+        atexit._run_exitfuncs()  # a forked process would leave them out, and W&B relies on them
         sys.stdout.flush()
         sys.stderr.flush()
 
@@ -64,18 +68,22 @@ def keep_log(folder: Path) -> None:
 
     Of the other ranks the agent keeps such files, and puts their rank before each line.
     """
-    for stream, name in ((sys.stdout, "stdout.log"), (sys.stderr, "stderr.log")):
-        if not stream.isatty():
-            copier = subprocess.Popen(
-                ["tee", "-a", folder / name],
-                stdin=subprocess.PIPE,
-                stdout=stream.fileno(),
-                start_new_session=True,  # a signal to the group is not meant for it
-            )
-            assert copier.stdin is not None
-            stream.flush()
-            os.dup2(copier.stdin.fileno(), stream.fileno())
-            copier.stdin.close()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream.isatty():
+            continue
+        copier = subprocess.Popen(
+            ["tee", "-a", folder / f"{name}.log"],
+            stdin=subprocess.PIPE,
+            stdout=stream.fileno(),
+            start_new_session=True,  # a signal to the group is not meant for it
+        )
+        assert copier.stdin is not None
+        stream.flush()
+        os.dup2(copier.stdin.fileno(), stream.fileno())
+        copier.stdin.close()
+        # What was a file is a pipe now, which cannot seek.
+        setattr(sys, name, os.fdopen(stream.fileno(), "w", buffering=1, closefd=False))
 
 
 def run_script(words: Sequence[str]) -> None:
@@ -99,7 +107,15 @@ def exit_code(finished: SystemExit) -> int:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when the one that forked it is gone."""
+    """Have the kernel end this process when the one that forked it is gone.
+
+    That one ends when nobody holds the other end of its pipe but the launcher; it hands
+    every worker a copy, so each must give its own away.
+    """
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:  # it is gone already
         os.kill(os.getpid(), signal.SIGKILL)

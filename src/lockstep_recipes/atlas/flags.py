@@ -203,7 +203,7 @@ def rehearse(settings: Settings, folder: str, resume: str) -> tuple[Settings, st
     tiny = {"vggt_preset": "micro", "lang_preset": "micro", "fusion_layers": 1}
     tiny |= {"geom_output_dim": 32, "fusion_hidden_dim": 64}
     tiny |= {"vggt_checkpoint": None, "lang_encoder_name": None}
-    often = {"num_epochs": epochs, "max_steps": None, "val_interval": epochs, "log_interval": 1}
+    often = {"num_epochs": epochs, "max_steps": epochs, "val_interval": epochs, "log_interval": 1}
     shrunk = settings.model_copy(
         update={
             "model": model.model_copy(update=tiny),

@@ -1,0 +1,82 @@
+"""`lockstep init KIND`: the launch files that guides show, for a script of one's own."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cli.new import Made, fill, write_all
+from lockstep.errors import ConfigError, closest
+
+KINDS = {
+    "vscode": "a debugger's configuration",
+    "slurm": "a batch script for several nodes",
+    "accelerate": "settings for `accelerate launch`",
+    "scripts": "shell scripts for one GPU and for several",
+}
+SCRIPTS = {
+    "train.sh": "./train.sh",
+    "train_multi_gpu.sh": "./train_multi_gpu.sh 2",
+    "train_torchrun.sh": "bash train_torchrun.sh",
+    "train_ddp.sh": "bash train_ddp.sh",
+}
+
+
+def init(kind: str, script: str, args: Sequence[str], force: bool) -> list[str]:
+    """Write the files of a kind for `script` and return what to say: what was written, how to use.
+
+    Raises:
+        ConfigError: for an unknown kind, or a file that is there already.
+    """
+    if kind not in KINDS:
+        near = closest(kind, KINDS)
+        raise ConfigError(f"there is nothing to generate for {kind!r}", near or ", ".join(KINDS))
+    if Path(script).is_absolute() or ".." in Path(script).parts:
+        raise ConfigError(f"{script} is not below this folder", "start it where the script is")
+    files, commands = _files(kind, script, args)
+    said = write_all(files, force=force)
+    if not Path(script).exists():
+        said.append(f"there is no {script} here yet; lockstep new makes a first one")
+    return [*said, *(f"  use: {command}" for command in commands)]
+
+
+def _files(kind: str, script: str, args: Sequence[str]) -> tuple[list[Made], list[str]]:
+    words = {"SCRIPT": shlex.quote(script), "STEM": Path(script).stem}
+    given = shlex.join(args)
+    words |= {" ARGS": f" {given}" if given else ""}
+    if kind == "vscode":
+        text = json.dumps(launch_json(script, args), indent=4) + "\n"
+        made = [Made(Path(".vscode/launch.json"), text)]
+        return made, ["Run and Debug in VS Code, `Debug DDP Training`"]
+    if kind == "slurm":
+        path = Path("scripts/train_slurm_multi_node.sh")
+        made = [Made(path, fill(path.name, words), is_program=True)]
+        # Or SLURM cannot open the output files, and the job dies without a word.
+        return [*made, Made(Path("logs/.gitignore"), "*\n!.gitignore\n")], [f"sbatch {path}"]
+    if kind == "accelerate":
+        names = [f"accelerate_config_{nodes}_node.yaml" for nodes in ("single", "multi")]
+        made = [Made(Path(name), fill(name, words)) for name in names]
+        command = shlex.join(["accelerate", "launch", "--config_file", names[0], script, *args])
+        return made, [command]
+    made = [Made(Path(name), fill(name, words), is_program=True) for name in SCRIPTS]
+    return made, list(SCRIPTS.values())
+
+
+def launch_json(script: str, args: Sequence[str]) -> dict[str, object]:
+    """Return a configuration that debugs one process as the only rank of a group."""
+    entry = {
+        "name": "Debug DDP Training",
+        "type": "python",
+        "request": "launch",
+        "program": f"${{workspaceFolder}}/{script}",
+        "console": "integratedTerminal",
+        "args": list(args),
+        "env": {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "12355",
+        },
+    }
+    return {"version": "0.2.0", "configurations": [entry]}

@@ -1,0 +1,59 @@
+"""`lockstep new NAME`: a project of one short file that trains."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A file to write."""
+
+    path: Path
+    text: str
+    is_program: bool = False
+
+
+def new(name: str, force: bool) -> list[str]:
+    """Start a project in the folder `name` and return what to say.
+
+    Raises:
+        ConfigError: for a name that is none, or a file that is there already.
+    """
+    folder = Path(name)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", folder.name):
+        raise ConfigError(f"{name!r} is no name for a project", "letters, digits, - and _")
+    words = {"NAME": folder.name}
+    files = [Made(folder / file, fill(file, words)) for file in ("train.py", "README.md")]
+    use = [f"python {folder}/train.py", f"lockstep launch --gpus 2 {folder}/train.py"]
+    return [*write_all(files, force=force), *(f"  use: {command}" for command in use)]
+
+
+def fill(template: str, words: Mapping[str, str]) -> str:
+    """Return a template with its words put in."""
+    text = (TEMPLATES / f"{template}.tmpl").read_text()
+    for word, value in words.items():
+        text = text.replace(word, value)
+    return text
+
+
+def write_all(files: Sequence[Made], *, force: bool) -> list[str]:
+    """Write all of them, or none if one is there already."""
+    there = [str(made.path) for made in files if made.path.exists()]
+    if there and not force:
+        be = "exists" if len(there) == 1 else "exist"
+        raise ConfigError(f"{', '.join(there)} {be} already", "--force to overwrite")
+    try:
+        for made in files:
+            made.path.parent.mkdir(parents=True, exist_ok=True)
+            made.path.write_text(made.text)
+            if made.is_program:
+                made.path.chmod(0o755)
+    except OSError as error:
+        raise ConfigError(f"cannot write {made.path}: {error.strerror}", "another folder") from None
+    return [f"wrote {made.path}" for made in files]

@@ -1,0 +1,67 @@
+"""Ask torch what it is, and let a few ranks really add up a tensor.
+
+Owns: the versions as torch tells them, and the time of one sum over ranks. Started as
+`python -m lockstep.doctor.collective FILE NUM_RANKS`, so that `lockstep doctor` itself
+need not import torch, and so that a group that hangs hangs by itself.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.runtime import World
+from lockstep.testing import run_ranks
+
+GROUP_S = 20.0
+"""How long ranks on one machine may take to meet, and to add up."""
+
+
+def add_up(num_bytes: int) -> dict[str, Any]:
+    """Sum a tensor over all ranks, three times. Collective."""
+    with World.enter(timeout_s=GROUP_S) as world:
+        local = torch.ones(num_bytes // 4, device=world.device)
+        total, times = world.all_sum(local), []  # the first one also connects
+        for _ in range(3):
+            world.barrier()
+            began = time.perf_counter()
+            total = world.all_sum(local)
+            is_right = bool((total == world.size).all())  # waits for the device
+            times.append(time.perf_counter() - began)
+        return {
+            "num_ranks": world.size,
+            "device": world.device.type,
+            "backend": world.backend,
+            "num_bytes": num_bytes,
+            "seconds": min(times),
+            "is_right": is_right,
+        }
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write down what torch is, then how the ranks fared."""
+    file, num_ranks = Path(argv[0]), int(argv[1])
+    facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    with suppress(Exception):  # a build without it has no such function
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    file.write_text(json.dumps(facts))
+    try:
+        if not num_ranks:
+            raise RuntimeError("not tried")
+        # Forked before anything touches a GPU: a fork carries no CUDA context over.
+        facts["sum"] = run_ranks(num_ranks, add_up, 2**24, timeout_s=2 * GROUP_S)[0]
+    except Exception as error:
+        # The last line of a traceback that is not indented names the exception.
+        lines = [line for line in str(error).splitlines() if line and not line[0].isspace()]
+        facts["sum_error"] = lines[-1].removeprefix("lockstep.errors.LaunchError: ")
+    facts["num_visible"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    file.write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

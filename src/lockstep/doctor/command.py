@@ -1,0 +1,393 @@
+"""Take a command line apart: how many processes it starts, where they meet, which script they run.
+
+Owns: the options of each launcher that matter to a check, and reading through a shell
+script. Does not own: running the script; `probe.py` does, in a process of its own.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import yaml
+
+from lockstep.errors import ConfigError, LaunchError
+
+DEFAULT_PORT = 29500
+"""What torchrun, torch.distributed.launch and accelerate take unless told otherwise."""
+SHELL_S = 20.0
+
+# Options that stand alone; any other takes the word after it, unless it has an equals sign.
+_ALONE = {
+    "torchrun": "standalone no-python m module run-path use-env virtual-local-rank",
+    "accelerate": "cpu multi-gpu use-cpu use-deepspeed use-fsdp use-megatron-lm use-mps-device "
+    "tpu same-network debug quiet q m module no-python dynamo-use-fullgraph dynamo-use-dynamic",
+    "srun": "u unbuffered l label exclusive overlap kill-on-bad-exit v verbose Q quiet O",
+    "sbatch": "wait W parsable requeue no-requeue exclusive hold H test-only v verbose Q quiet",
+    "python": "u B E s S I O OO v q b d i P x",
+}
+_SHELLS = ("bash", "sh", "zsh", "dash")
+_LAUNCHERS = ("torchrun", "accelerate", "python", "python3", "lockstep", "srun")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a command line would start."""
+
+    launcher: str
+    script: tuple[str, ...] = ()
+    """What each process runs: a script, or -m and a module, and its arguments."""
+    num_processes: int = 1
+    """On this machine."""
+    num_nodes: int = 1
+    head: str = "localhost"
+    port: int | None = None
+    """Where the processes meet; None where the launcher takes a free port, or none is needed."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    folder: Path = Path()
+    batch: Mapping[str, str] = field(default_factory=dict)
+    """What an sbatch script asks of SLURM."""
+    batch_script: str = ""
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Return the processes on all machines."""
+        return self.num_processes * self.num_nodes
+
+
+def read_command(
+    words: Sequence[str], env: Mapping[str, str], folder: Path, num_gpus: int = 0
+) -> Command:
+    """Return what `words` would start, in `folder`, with the variables `env`.
+
+    >>> torchrun = ["torchrun", "--nproc_per_node=2", "--master_port", "29501", "t.py", "--lr", "1"]
+    >>> found = read_command(torchrun, {}, Path())
+    >>> found.num_processes, found.port, found.script
+    (2, 29501, ('t.py', '--lr', '1'))
+
+    Raises:
+        LockstepError: the command cannot start, or cannot be understood.
+    """
+    own: dict[str, str] = {}
+    rest = list(words)
+    if rest[:1] == ["env"]:
+        rest.pop(0)
+    while rest and re.match(r"[A-Za-z_][A-Za-z0-9_]*=", rest[0]):
+        name, _, value = rest.pop(0).partition("=")
+        own[name] = value
+    if not rest:
+        raise ConfigError("there is no command after --", "lockstep doctor -- torchrun train.py")
+    env = {**env, **own}
+    program, name = rest[0], Path(rest[0]).name
+    remark = _find_program(program, env, folder)
+    found = _read(name, rest, env, folder, num_gpus)
+    remarks = (*found.remarks, *([remark] if remark else []))
+    found = replace(found, env={**own, **found.env}, remarks=remarks)
+    return found if found.folder != Path() else replace(found, folder=folder)
+
+
+def _read(
+    name: str, words: list[str], env: Mapping[str, str], folder: Path, num_gpus: int
+) -> Command:
+    if name == "lockstep":
+        return _read_lockstep(words[1:], num_gpus)
+    if name == "torchrun":
+        return _read_torchrun("torchrun", words[1:], env)
+    if name == "accelerate" and words[1:2] == ["launch"]:
+        return _read_accelerate(words[2:], env, folder, num_gpus)
+    if name == "srun":
+        return _read_srun(words[1:], env, folder, num_gpus)
+    if name == "sbatch":
+        return _read_sbatch(words[1:], folder)
+    if name in _SHELLS or name.endswith(".sh"):
+        return _read_shell(words, env, folder, num_gpus)
+    if re.fullmatch(r"python[0-9.]*", name):
+        return _read_python(words[1:], env)
+    raise ConfigError(
+        f"{name!r} is no launcher that is known here",
+        "python, torchrun, accelerate launch, lockstep run, srun, sbatch or a shell script",
+    )
+
+
+def _find_program(program: str, env: Mapping[str, str], folder: Path) -> str:
+    """Return a remark on where the program was found, or refuse one that is not there."""
+    if "/" in program:
+        path = folder / program
+        if not path.is_file():
+            raise LaunchError(f"there is no file {program} in {folder}", "its path from here")
+        if shutil.which(str(path.absolute())) is None:
+            raise LaunchError(f"{program} may not be executed", f"chmod +x {program}")
+        return ""
+    # `lockstep` is there, since this is it, by whatever path it was called.
+    if program == "lockstep" or shutil.which(program, path=env.get("PATH")):
+        return ""
+    beside = Path(sys.executable).with_name(program)
+    if beside.exists():
+        return f"{program} is not on PATH but in {beside.parent}"
+    raise LaunchError(f"there is no program {program!r}", "its name, or install it")
+
+
+def _options(launcher: str, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Split a launcher's own options from the command it runs.
+
+    >>> _options("torchrun", ["--standalone", "--nproc-per-node", "2", "t.py", "--x"])
+    ({'standalone': '', 'nproc_per_node': '2'}, ['t.py', '--x'])
+    """
+    alone = {word.replace("-", "_") for word in _ALONE.get(launcher, "").split()}
+    found: dict[str, str] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        option, equals, value = word.lstrip("-").partition("=")
+        option = option.replace("-", "_")
+        if not word.startswith("--") and option[:1] in "nNJpt" and option[1:].isdecimal():
+            option, equals, value = option[0], "=", option[1:]  # srun -n8
+        if equals or option in alone:
+            found[option] = value
+        else:
+            found[option] = rest.pop(0) if rest else ""
+        if option in ("m", "module") and not equals:
+            break
+    if rest[:1] == ["--"]:
+        rest.pop(0)
+    return found, rest
+
+
+def _count(text: str, what: str, num_gpus: int = 0) -> int:
+    if text in ("auto", "gpu", "all"):
+        return max(1, num_gpus)
+    if not re.fullmatch(r"[0-9]+", text) or int(text) == 0:
+        raise LaunchError(
+            f"{what}={text} starts no process",
+            f"{what}=2; without a GPU, so many processes run on the CPU",
+        )
+    return int(text)
+
+
+def _port(text: str, what: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) < 65_536:
+        raise LaunchError(f"{what} {text} is not a port", f"{what} {DEFAULT_PORT}")
+    return int(text)
+
+
+def _script(rest: Sequence[str], is_module: bool) -> tuple[str, ...]:
+    if not rest:
+        raise LaunchError("the command names no script", "train.py, or -m MODULE")
+    return ("-m", *rest) if is_module else tuple(rest)
+
+
+def _read_torchrun(launcher: str, words: Sequence[str], env: Mapping[str, str]) -> Command:
+    options, rest = _options("torchrun", words)
+    num = _count(options.get("nproc_per_node", "1"), "--nproc_per_node")
+    nodes = _count(options.get("nnodes", "1").split(":")[-1], "--nnodes")
+    head = options.get("master_addr", "localhost")
+    port: int | None = _port(options.get("master_port", str(DEFAULT_PORT)), "--master_port")
+    if endpoint := options.get("rdzv_endpoint"):
+        head, _, at = endpoint.partition(":")
+        port = _port(at or str(DEFAULT_PORT), "--rdzv_endpoint")
+    if "standalone" in options or port == 0:
+        port = None
+    script = _script(rest, "m" in options or "module" in options)
+    if options.get("use_env") is None and launcher == "torch.distributed.launch":
+        script = (*script[:1], "--local-rank=0", *script[1:]) if script[0] != "-m" else script
+    return Command(launcher, script, num, nodes, head, port)
+
+
+def _read_python(words: Sequence[str], env: Mapping[str, str]) -> Command:
+    module = words.index("-m") if "-m" in words[:5] else None
+    if module is not None and words[module + 1 : module + 2]:
+        name, rest = words[module + 1], words[module + 2 :]
+        if name in ("torch.distributed.run", "torch.distributed.launch"):
+            launcher = "torchrun" if name.endswith("run") else name
+            return _read_torchrun(launcher, rest, env)
+        script = _script([name, *rest], is_module=True)
+    else:
+        script = _script(_options("python", words)[1], is_module=False)
+    # Five variables by hand: this is one of several such commands.
+    size = env.get("WORLD_SIZE", "1")
+    num = int(size) if size.isdecimal() and int(size) else 1
+    if num == 1 or "RANK" not in env:
+        return Command("python", script)
+    local = env.get("LOCAL_WORLD_SIZE", size)
+    here = int(local) if local.isdecimal() and int(local) else num
+    port = _port(env.get("MASTER_PORT", str(DEFAULT_PORT)), "MASTER_PORT")
+    return Command("env", script, here, max(1, num // here), env.get("MASTER_ADDR", ""), port)
+
+
+def _read_lockstep(words: Sequence[str], num_gpus: int) -> Command:
+    verb, rest = (words[0] if words else ""), list(words[1:])
+    if verb == "launch":
+        options, script = _options("lockstep", rest)
+        nodes = _count(options.get("nodes", "1"), "--nodes")
+        head, _, at = options.get("head", "localhost").partition(":")
+        port = _port(at or "0", "--head") if nodes > 1 else None
+        num = _count(options.get("gpus", "all"), "--gpus", num_gpus)
+        is_module = script[:1] == ["-m"]
+        return Command("lockstep", _script(script[is_module:], is_module), num, nodes, head, port)
+    if verb != "run":
+        raise ConfigError(f"`lockstep {verb}` does not train", "lockstep run or lockstep launch")
+    gpus, own = "1", []
+    while rest:
+        word = rest.pop(0)
+        if word == "--gpus" and rest:
+            gpus = rest.pop(0)
+        elif word.startswith("--gpus="):
+            gpus = word.partition("=")[2]
+        else:
+            own.append(word)
+    recipe = own.pop(0) if own and not own[0].startswith("-") else ""
+    from lockstep.cli.run import recipe_names
+
+    if recipe not in recipe_names():
+        raise ConfigError(f"there is no recipe {recipe!r}", f"one of {', '.join(recipe_names())}")
+    num = _count(gpus, "--gpus", num_gpus)
+    return Command("lockstep", ("-m", f"lockstep_recipes.{recipe}", *own), num)
+
+
+def _read_accelerate(
+    words: Sequence[str], env: Mapping[str, str], folder: Path, num_gpus: int
+) -> Command:
+    options, rest = _options("accelerate", words)
+    settings: dict[str, object] = {}
+    if path := options.get("config_file"):
+        try:
+            settings = dict(yaml.safe_load((folder / path).read_text()))
+        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+            problem = str(error).splitlines()[0]
+            raise ConfigError(f"{path} cannot be read: {problem}", "accelerate config") from None
+        if "distributed_type" not in settings:
+            raise ConfigError(
+                f"{path} has no distributed_type, and accelerate refuses it",
+                "distributed_type: MULTI_GPU",
+            )
+        if settings.get("mixed_precision") is False:
+            raise ConfigError(
+                f"{path}: a bare `no` is false to YAML, and accelerate ends in a traceback",
+                "mixed_precision: 'no'",
+            )
+
+    def say(name: str, default: object) -> str:
+        return str(options.get(name, settings.get(name, default)))
+
+    nodes = _count(say("num_machines", 1), "--num_machines")
+    total = _count(say("num_processes", max(1, num_gpus)), "--num_processes")
+    remarks = []
+    if "cpu" in options and total > 1 and "multi_cpu" not in options:
+        remarks.append("`accelerate launch --cpu` starts one process, whatever num_processes says")
+        total = 1
+    port = _port(say("main_process_port", DEFAULT_PORT), "--main_process_port")
+    script = _script(rest, "m" in options or "module" in options)
+    head = say("main_process_ip", "localhost")
+    here = max(1, total // nodes)
+    is_alone = total == 1
+    return Command(
+        "accelerate", script, here, nodes, head, None if is_alone else port, remarks=tuple(remarks)
+    )
+
+
+def _read_srun(
+    words: Sequence[str], env: Mapping[str, str], folder: Path, num_gpus: int
+) -> Command:
+    options, rest = _options("srun", words)
+    nodes = _count(_either(options, env, "N", "nodes", "SLURM_JOB_NUM_NODES"), "--nodes")
+    tasks = _count(_either(options, env, "n", "ntasks", "SLURM_NTASKS", str(nodes)), "--ntasks")
+    per_node = options.get("ntasks_per_node")
+    inner = read_command(rest, env, folder, num_gpus)
+    if inner.launcher != "python":  # one launcher per node
+        return replace(inner, num_nodes=max(inner.num_nodes, nodes))
+    here = _count(per_node, "--ntasks-per-node") if per_node else max(1, tasks // nodes)
+    return replace(inner, launcher="srun", num_processes=here, num_nodes=nodes)
+
+
+def _either(
+    options: Mapping[str, str],
+    env: Mapping[str, str],
+    short: str,
+    long: str,
+    variable: str,
+    default: str = "1",
+) -> str:
+    return options.get(short) or options.get(long) or env.get(variable) or default
+
+
+def _read_sbatch(words: Sequence[str], folder: Path) -> Command:
+    options, rest = _options("sbatch", words)
+    if not rest or not (folder / rest[0]).is_file():
+        name = rest[0] if rest else ""
+        raise LaunchError(f"there is no batch script {name!r} in {folder}", "its path from here")
+    text = (folder / rest[0]).read_text(errors="replace")
+    asked = {**batch_options(text), **options}
+    nodes = _count(asked.get("nodes", asked.get("N", "1")).split("-")[0], "--nodes")
+    return Command("sbatch", num_nodes=nodes, batch=asked, batch_script=text)
+
+
+def batch_options(text: str) -> dict[str, str]:
+    r"""Return what the #SBATCH lines of a script ask for.
+
+    >>> batch_options("#!/bin/sh\n#SBATCH --signal=TERM@120  # to save\n#SBATCH -N 2\nsrun x")
+    {'signal': 'TERM@120', 'N': '2'}
+    """
+    found: dict[str, str] = {}
+    for line in re.findall(r"^#SBATCH\s+(.*)$", text, re.MULTILINE):
+        options, _ = _options("sbatch", shlex.split(line, comments=True))
+        found |= options
+    return found
+
+
+_SHIM = """#!/bin/sh
+{ printf '%s\\0' "$PWD" "$(basename "$0")"; [ $# -eq 0 ] || printf '%s\\0' "$@"; } > "FOLDER/words"
+env -0 > "FOLDER/env"
+"""
+
+
+def _read_shell(
+    words: Sequence[str], env: Mapping[str, str], folder: Path, num_gpus: int
+) -> Command:
+    """Run a shell script with stand-ins for the launchers, and read what it would have started.
+
+    The script itself runs: what it does before it trains, it does.
+    """
+    scripts = [word for word in words[:3] if not word.startswith("-") and word not in _SHELLS]
+    path = folder / (scripts[0] if scripts else "")
+    if not path.is_file():
+        raise LaunchError(f"there is no script {scripts[0]!r} in {folder}", "its path from here")
+    text = path.read_text(errors="replace")
+    by_path = re.search(r"\S*/(?:python[0-9.]*|torchrun|accelerate|lockstep)\s", text)
+    if by_path or not re.search(r"\b(?:python3?|torchrun|accelerate|lockstep)\b", text):
+        found = f"calls {by_path.group().strip()} by its path" if by_path else "starts no launcher"
+        raise ConfigError(f"{path.name} {found}: not looked into", "the command inside it")
+    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as made:
+        for name in _LAUNCHERS:
+            shim = Path(made) / name
+            shim.write_text(_SHIM.replace("FOLDER", made))
+            shim.chmod(0o755)
+        shimmed = {**env, "PATH": f"{made}:{env.get('PATH', '/usr/bin:/bin')}"}
+        try:
+            ended = subprocess.run(
+                list(words),
+                cwd=folder,
+                env=shimmed,
+                capture_output=True,
+                text=True,
+                timeout=SHELL_S,
+                stdin=subprocess.DEVNULL,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise LaunchError(f"{path.name}: {error}", "the command inside it") from None
+        record = Path(made) / "words"
+        if not record.exists():
+            said = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+            raise LaunchError(f"{path.name} starts nothing: {said}", "run it by hand to see why")
+        where, *inner = record.read_bytes().decode().split("\0")[:-1]
+        pairs = (Path(made) / "env").read_bytes().decode(errors="replace").split("\0")
+        after = dict(pair.partition("=")[::2] for pair in pairs if "=" in pair)
+    own = {n: v for n, v in after.items() if env.get(n) != v and n not in ("PATH", "PWD", "_")}
+    found_command = read_command(inner, {**env, **own}, Path(where), num_gpus)
+    return replace(found_command, env={**own, **found_command.env})

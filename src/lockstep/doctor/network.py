@@ -1,0 +1,194 @@
+"""Checks of how ranks find each other and how fast they talk: variables, port, names, a real sum.
+
+Owns: what must hold before a process group can be made. Does not own: making one;
+`collective.py` does, in processes of its own.
+"""
+
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from typing import Any
+
+import psutil
+
+from lockstep.detect import detect_launch
+from lockstep.doctor.command import DEFAULT_PORT, Command
+from lockstep.doctor.report import Result, bytes_text, fail, ok, seconds_text, skip, warn
+from lockstep.errors import LaunchError
+
+SLOW_BYTES_S = {"gloo": 20 * 2**20, "cpu:gloo,cuda:nccl": 2**30}
+"""Below this a sum over ranks of one machine is not slow but broken: a busy machine still does
+five times as much."""
+LAUNCH_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+LAUNCH_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "TORCHELASTIC_")
+
+
+def without_launch(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that nobody launched."""
+    return {
+        n: v for n, v in env.items() if n not in LAUNCH_NAMES and not n.startswith(LAUNCH_PREFIXES)
+    }
+
+
+def launch_variables(env: Mapping[str, str], command: Command | None = None) -> Result:
+    """Do the variables in the environment make one launch?"""
+    name = "variables"
+    text = env.get("NCCL_TIMEOUT", "")
+    try:
+        seconds = float(text or 1)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        return fail(name, f"NCCL_TIMEOUT={text!r} is not a time", "NCCL_TIMEOUT=1800, in seconds")
+    starts_its_own = command is not None and command.launcher not in ("python", "env", "srun")
+    set_by_hand = [n for n in LAUNCH_NAMES if n in env]
+    try:
+        launch = detect_launch(without_launch(env) if starts_its_own else env)
+    except LaunchError as error:
+        return fail(name, error.problem, error.remedy)
+    if env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        return warn(
+            name, "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait", "unset CUDA_LAUNCH_BLOCKING"
+        )
+    timeout = f"; a collective may wait {text} s (NCCL_TIMEOUT)" if text else ""
+    if starts_its_own:
+        over = f", and replaces {', '.join(set_by_hand)}" if set_by_hand else ""
+        assert command is not None
+        return ok(name, f"{command.launcher} sets its own{over}{timeout}")
+    if launch.size > 1:
+        others = f"{launch.size - 1} more processes must be started"
+        return ok(name, f"rank {launch.rank} of {launch.size} ({launch.launcher}): {others}")
+    return ok(name, f"none that launch anything: one process{timeout}")
+
+
+def port_free(command: Command | None, env: Mapping[str, str]) -> Result:
+    """Is the port free at which the ranks will meet?"""
+    name = "port"
+    if command is None:
+        text = env.get("MASTER_PORT", str(DEFAULT_PORT))
+        port = int(text) if text.isdecimal() and int(text) < 65_536 else DEFAULT_PORT
+        is_certain, head = "MASTER_PORT" in env, env.get("MASTER_ADDR", "localhost")
+    elif command.launcher == "sbatch":
+        return skip(name, "the batch script chooses it, on another machine")
+    elif command.port is None:
+        alone = command.world_size == 1
+        return ok(
+            name, "one process needs none" if alone else f"{command.launcher} takes a free one"
+        )
+    else:
+        port, is_certain, head = command.port, True, command.head
+    if not _is_here(head):
+        return skip(name, f"the ranks meet at {head}:{port}, on another machine")
+    with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            says = f"port {port} is taken{_holder(port)} ({error.strerror})"
+            fix = f"--master_port={_free_port()}, torchrun --standalone, or lockstep launch"
+            return fail(name, says, fix) if is_certain else warn(name, says, fix)
+    return ok(name, f"{port} is free")
+
+
+def _holder(port: int) -> str:
+    with suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            at_port = connection.laddr and connection.laddr.port == port
+            if at_port and connection.status == psutil.CONN_LISTEN and connection.pid:
+                process = psutil.Process(connection.pid)
+                return f" by process {connection.pid}: {' '.join(process.cmdline())[:80]}"
+    return ""
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_here(head: str) -> bool:
+    if head in ("", "localhost", "127.0.0.1", "0.0.0.0", socket.gethostname()):
+        return True
+    with suppress(OSError):
+        theirs = {info[4][0] for info in socket.getaddrinfo(head, None)}
+        return bool(theirs & _own_addresses())
+    return True  # a name that does not resolve is the next check's
+
+
+def _own_addresses() -> set[str]:
+    return {a.address.split("%")[0] for found in psutil.net_if_addrs().values() for a in found}
+
+
+def names_resolve(command: Command | None, env: Mapping[str, str]) -> Result:
+    """Do the host's name and the head's resolve, and are the interfaces there?"""
+    name = "network"
+    interfaces = psutil.net_if_addrs()
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        for word in filter(None, env.get(variable, "").split(",")):
+            exact, text = word.startswith("="), word.lstrip("=")
+            if word.startswith("^"):
+                continue
+            if not any(i == text or (not exact and i.startswith(text)) for i in interfaces):
+                return fail(
+                    name,
+                    f"{variable}={word}: there is no such interface, but {', '.join(interfaces)}",
+                    f"unset {variable}",
+                )
+    head = (command.head if command else "") or env.get("MASTER_ADDR", "localhost")
+    if head not in ("", "localhost"):
+        try:
+            socket.getaddrinfo(head, None)
+        except OSError as error:
+            fix = "the address of the first node: scontrol show hostnames, or hostname -I there"
+            return fail(name, f"the head {head!r} does not resolve: {error.strerror}", fix)
+    host = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(host, None)[0][4][0]
+    except OSError:
+        says = f"this host's own name, {host}, does not resolve"
+        fix = f"127.0.0.1 {host} in /etc/hosts, or GLOO_SOCKET_IFNAME=eth0"
+        several = command is not None and command.num_nodes > 1
+        return fail(name, says, fix) if several else warn(name, says, fix)
+    up = [i for i, state in psutil.net_if_stats().items() if state.isup]
+    return ok(name, f"{host} is {address}; interfaces {', '.join(up)}")
+
+
+def sum_over_ranks(facts: Mapping[str, Any], earlier: Sequence[Result] = ()) -> Result:
+    """Do ranks on this machine really add up a tensor, and how fast?"""
+    name = "all-reduce"
+    broken = [result.name for result in earlier if result.status == "fail"]
+    if broken:
+        return skip(name, f"not tried, since {' and '.join(broken)} failed")
+    if "torch" not in facts:
+        return skip(name, "not tried without torch")
+    total = facts.get("sum")
+    if total is None:
+        fix = "NCCL_DEBUG=INFO says where; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME another way"
+        return fail(name, f"no sum came back: {facts.get('sum_error', 'no answer in time')}", fix)
+    rate = total["num_bytes"] / total["seconds"]
+    says = (
+        f"{total['num_ranks']} ranks, {_plain(total['backend'], total['device'])}: "
+        f"{bytes_text(total['num_bytes'])} in {seconds_text(total['seconds'])}, "
+        f"{bytes_text(rate)}/s"
+    )
+    if not total["is_right"]:
+        return fail(name, f"{says}, and the sum is wrong", "NCCL_P2P_DISABLE=1; check the GPUs")
+    if rate < SLOW_BYTES_S.get(total["backend"], 0):
+        return warn(
+            name, f"{says}: slow", "a machine that is idle; NCCL_DEBUG=INFO; nvidia-smi topo -m"
+        )
+    return ok(name, says)
+
+
+def _plain(backend: str, device: str) -> str:
+    return f"{'NCCL' if 'nccl' in backend and device == 'cuda' else 'gloo'} on {device}"

@@ -1,0 +1,67 @@
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+first=$record.$SLURM_JOB_ID.code # the exit code of the rank that failed first
+trap 'rm -f "$first"' EXIT
+told=
+trap 'told=yes' TERM # SLURM takes the job away; the ranks know, save, and leave with 143
+
+say() { echo "lockstep: $*"; }
+
+# One task per rank. srun ends the others when one fails, and reports the highest exit code, which
+# then is theirs: so the first to fail writes its own down. The shell around a rank outlives signals
+# that are meant for it.
+train() {
+  local code=0 own
+  rm -f "$first"
+  srun --kill-on-bad-exit=1 --export=ALL "${srun_options[@]}" bash -c '
+    trap : USR1 TERM
+    "${@:2}"
+    code=$?
+    ((code == 0)) || (set -o noclobber; echo $code >"$1") 2>/dev/null
+    exit $code' rank "$first" "${command[@]}" || code=$?
+  if read -r own <"$first"; then code=$own; fi 2>/dev/null
+  return "$code"
+}
+
+# Back to the queue; started again, the run goes on from its newest checkpoint.
+requeue() {
+  if ((${SLURM_RESTART_COUNT:-0} >= requeues)); then
+    say "$1; not queued again: --requeues $requeues"
+  elif scontrol requeue "$SLURM_JOB_ID"; then
+    say "$1; the job is back in the queue"
+    sleep 600 # until SLURM ends this script
+  else
+    say "$1, and SLURM does not queue the job again; submit it once more, it goes on"
+  fi
+  exit "$code"
+}
+
+is_preempted() {
+  scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING .*PreemptTime=[0-9]'
+}
+
+# A node that died takes SLURM minutes to notice. It then queues the job again by itself.
+wait_for_nodes() {
+  local until=$((SECONDS + 600))
+  while ((SECONDS < until)); do
+    timeout 60 srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --quiet true && return
+    [[ -z $told ]] || return
+    say "not all nodes answer; waiting for them, or for SLURM to queue the job again"
+    sleep 10
+  done
+}
+
+for ((try = 1; ; try++)); do
+  code=0
+  train || code=$?
+  case $code in
+    0 | 2 | 3 | 4 | 129 | 130) break ;; # finished, or as true the second time
+    143) if is_preempted; then requeue "saved for a job that goes first"; else break; fi ;;
+  esac
+  [[ -z $told ]] || break # cancelled, or in the queue again already
+  ((code != 138)) || requeue "saved before the time limit"
+  ((try <= restarts)) || break
+  say "a rank ended with exit code $code; all start again (try $((try + 1)) of $((restarts + 1)))"
+  wait_for_nodes
+  [[ -z $told ]] || break
+done
+exit "$code"

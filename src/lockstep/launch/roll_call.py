@@ -1,0 +1,91 @@
+"""Who of the machines that are to train together is there?
+
+Owns: waiting for all of them, and saying which did not come. Does not own: what happens
+then; torch's rendezvous takes over, in the same store.
+"""
+
+import socket
+import time
+import uuid
+from datetime import timedelta
+
+from lockstep.errors import LaunchError
+
+POLL_S = 0.1
+DIAL_S = 5.0
+PLACE = "lockstep/node/{}"
+VERDICT = "lockstep/roll"
+
+
+def call_roll(head: str, num_nodes: int, node_rank: int, wait_s: float) -> tuple[object, str]:
+    """Wait until all machines are there; return the store they met in, and a name for the run.
+
+    The store must be kept: on the first machine it is the server that all others ask.
+
+    Raises:
+        LaunchError: naming the machines that did not come, on all that did.
+    """
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+    deadline = time.monotonic() + wait_s
+    host, port = parse_head(head)
+    try:
+        store = TCPStore(
+            host,
+            port,
+            is_master=node_rank == 0,
+            timeout=timedelta(seconds=max(wait_s, 1.0)),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        store.set(PLACE.format(node_rank), socket.gethostname())
+        if node_rank == 0:
+            missing = _wait_for_all(store, num_nodes, deadline)
+            store.set(VERDICT, f"missing {missing}" if missing else uuid.uuid4().hex)
+        verdict = store.get(VERDICT).decode()
+    except (DistError, RuntimeError, ValueError) as error:
+        here = "cannot be opened here" if node_rank == 0 else "does not answer"
+        reason = str(error).splitlines()[0]
+        raise LaunchError(
+            f"the head {head} {here}: {reason}", "the same --head on all, its port free and open"
+        ) from error
+    if verdict.startswith("missing"):
+        if node_rank == 0:
+            time.sleep(2 * POLL_S)  # the others are reading it
+        raise LaunchError(
+            f"of {num_nodes} nodes, these did not come within {wait_s:g} s: node "
+            + verdict.removeprefix("missing ").replace(" ", ", "),
+            "the same command there with its own --node-rank, or fewer --nodes",
+        )
+    return store, verdict
+
+
+def _wait_for_all(store: object, num_nodes: int, deadline: float) -> str:
+    """Return the numbers of the machines that have not come in time."""
+    missing = list(range(num_nodes))
+    while missing and time.monotonic() < deadline:
+        missing = [n for n in missing if not store.check([PLACE.format(n)])]  # type: ignore[attr-defined]
+        time.sleep(POLL_S if missing else 0)
+    return " ".join(map(str, missing))
+
+
+def parse_head(head: str) -> tuple[str, int]:
+    """Return host and port.
+
+    >>> parse_head("node1:29500")
+    ('node1', 29500)
+    """
+    host, _, port = head.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise LaunchError(f"--head {head!r} is no HOST:PORT", "--head node1:29500")
+    return host, int(port)
+
+
+def own_address(host: str) -> str:
+    """Return the address by which this machine reaches `host`, and so can be reached."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()

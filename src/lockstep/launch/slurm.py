@@ -1,0 +1,322 @@
+"""Run a script as a SLURM job: write the batch script, submit it, follow it to its exit code.
+
+Owns: what stands in the batch script, and what SLURM's commands are asked. Does not own: who
+restarts, saves or requeues; the script does (`job.sh`, the part of it that is always the
+same), together with the ranks, which find each other through SLURM's step variables.
+"""
+
+import codecs
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.errors import LaunchError
+
+ASK_EVERY_S = 2.0
+"""How often SLURM is asked for a job's state; its log is looked at more often."""
+LOOK_EVERY_S = 0.2
+LIVING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"}
+LIVING |= {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESIZING", "STAGE_OUT"}
+OWN_OPTIONS = {"nodes", "ntasks-per-node", "signal", "output", "error", "open-mode", "array"}
+"""What the script relies on; the rest of sbatch's options is the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run, on what, and for how long."""
+
+    words: tuple[str, ...]
+    """A script, or -m and a module, and its arguments."""
+    num_nodes: int = 1
+    gpus_per_node: int = 1
+    """None where there is none: then ranks train on CPUs."""
+    processes_per_node: int = 1
+    cpus_per_process: int | None = None
+    partition: str = ""
+    account: str = ""
+    time: str = ""
+    """As SLURM writes it; empty: the partition's own limit."""
+    warn_s: int = 120
+    """So long before the limit the ranks are told to save."""
+    requeues: int = 100
+    restarts: int = 2
+    name: str = ""
+    folder: str = "lockstep_jobs"
+    array: str = ""
+    setup: tuple[str, ...] = ()
+    """Lines of shell that run before the ranks: `module load cuda`."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Further options of sbatch, by their long names; empty for those that take no value."""
+
+    @property
+    def title(self) -> str:
+        """What the job is called in the queue, and its files in the folder."""
+        script, *rest = self.words
+        given = self.name or (rest[0] if script == "-m" else Path(script).stem)
+        return re.sub(r"[^\w.-]", "_", given)
+
+    @property
+    def script(self) -> Path:
+        """Where the script is written before SLURM has given the job a number."""
+        return Path(self.folder) / f"{self.title}.sh"
+
+    def file(self, job_id: str, kind: str) -> Path:
+        """Return where a submitted job keeps its script and its log."""
+        return Path(self.folder) / f"{self.title}_{job_id}.{kind}"
+
+
+def check(job: Job) -> None:
+    """Refuse what cannot run, before anything is written.
+
+    Raises:
+        LaunchError: with what is wrong and what to try.
+    """
+    script = job.words[0] if job.words else ""
+    if script == "-m":
+        if len(job.words) < 2:
+            raise LaunchError("-m without a module", "-m MODULE and its flags")
+    elif not Path(script).is_file():
+        raise LaunchError(f"there is no script {script!r}", "its path from here, or -m MODULE")
+    for flag, value, least in (
+        ("--nodes", job.num_nodes, 1),
+        ("--gpus-per-node", job.gpus_per_node, 0),
+        ("--processes-per-node", job.processes_per_node, 1),
+        ("--cpus-per-process", job.cpus_per_process or 1, 1),
+        ("--warn", job.warn_s, 1),
+        ("--requeues", job.requeues, 0),
+        ("--restarts", job.restarts, 0),
+    ):
+        if value < least:
+            raise LaunchError(f"{flag} {value} is too few", f"{flag} {least}, or more")
+    limit_s = seconds_of(job.time) if job.time else None
+    if limit_s is not None and job.warn_s >= limit_s:
+        raise LaunchError(
+            f"--time {job.time} is {limit_s} s, and --warn {job.warn_s} of them are for saving",
+            "a longer --time, or a shorter --warn",
+        )
+    if job.warn_s > 65_535:
+        raise LaunchError(f"--warn {job.warn_s} is more than SLURM takes", "--warn 65535")
+    for option in job.options:
+        if option in OWN_OPTIONS:
+            raise LaunchError(f"--sbatch {option}=... is set by lockstep", "its own flag: --help")
+
+
+def seconds_of(time_limit: str) -> int | None:
+    """Return how many seconds a time limit of SLURM's is; None if there is no end.
+
+    >>> [seconds_of(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-0:30", "UNLIMITED")]
+    [5400, 90, 7200, 129600, 88200, None]
+
+    Raises:
+        LaunchError: if SLURM would not understand it.
+    """
+    if time_limit.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    shape = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit, re.ASCII)
+    if shape is None or not any(int(part or 0) for part in shape.groups()):
+        raise LaunchError(
+            f"--time {time_limit} is not a time limit",
+            "minutes (90), hours:minutes:seconds (12:00:00) or days-hours (2-12)",
+        )
+    days, *parts = (int(part) if part else None for part in shape.groups())
+    given = [part for part in parts if part is not None]
+    # After days come hours; without, one number is minutes, two are minutes and seconds.
+    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
+    rest = sum(part * unit for part, unit in zip(given, units, strict=False))
+    return (days or 0) * 86_400 + rest
+
+
+def job_script(job: Job, python: str) -> str:
+    """Return the batch script, to be read by people too. Pure."""
+    wanted = {
+        "job-name": job.title,
+        "partition": job.partition,
+        "account": job.account,
+        "nodes": str(job.num_nodes),
+        "ntasks-per-node": str(job.processes_per_node),
+        "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else "",
+        "cpus-per-task": str(job.cpus_per_process or ""),
+        "time": job.time,
+        "array": job.array,
+        "signal": f"USR1@{job.warn_s}",
+        "output": f"{job.folder}/{job.title}_%j.log",
+        "open-mode": "append",
+    }
+    meant = {
+        "signal": "so many seconds before the limit: save, and leave",
+        "open-mode": "one log, however often the job is queued",
+        "ntasks-per-node": "one task per GPU" if job.gpus_per_node else "one task per process",
+    }
+    lines = ["#!/usr/bin/env bash"]
+    lines += ["# Written by `lockstep submit`; may be changed and given to sbatch."]
+    for option, value in wanted.items():
+        line = f"#SBATCH --{option}={shlex.quote(value)}" if value else ""
+        if option in meant and line:
+            line = f"{line:<32} # {meant[option]}"
+        lines += [line] if line else []
+    lines += ["#SBATCH --requeue" if job.requeues else "#SBATCH --no-requeue"]
+    for option, value in job.options.items():
+        lines += [f"#SBATCH --{option}={shlex.quote(value)}" if value else f"#SBATCH --{option}"]
+    cpus = [f"--cpus-per-task={job.cpus_per_process}"] if job.cpus_per_process else []
+    command = " ".join([shlex.quote(python), *(_quoted(word, job) for word in job.words)])
+    lines += [
+        "",
+        f"restarts={job.restarts} # after a failure, in this allocation",
+        f"requeues={job.requeues} # at most, at the time limit",
+        f"record={shlex.quote(f'{job.folder}/{job.title}')}",
+        f"srun_options=({' '.join(cpus)})",
+        *job.setup,
+        f"command=({command})",
+        "",
+    ]
+    return "\n".join(lines) + "\n" + Path(__file__).with_name("job.sh").read_text()
+
+
+def _quoted(word: str, job: Job) -> str:
+    """Quote a word for the shell; in a job array `%a` is the number of the task.
+
+    >>> _quoted("runs/%a", Job(("train.py",), array="0-3"))
+    'runs/"$SLURM_ARRAY_TASK_ID"'
+    """
+    if not job.array:
+        return shlex.quote(word)
+    parts = [shlex.quote(part) if part else "" for part in word.split("%a")]
+    return '"$SLURM_ARRAY_TASK_ID"'.join(parts) or "''"
+
+
+def submit(job: Job, python: str) -> str:
+    """Write the script, hand it to SLURM, and return the job's number.
+
+    Raises:
+        LaunchError: if there is no SLURM here, or with its own words if it refuses.
+    """
+    if shutil.which("sbatch") is None:
+        raise LaunchError(
+            "there is no SLURM on this machine: no sbatch",
+            "a login node of a cluster; --dry-run shows the script anywhere",
+        )
+    try:
+        job.script.parent.mkdir(parents=True, exist_ok=True)  # or SLURM drops the log
+        job.script.write_text(job_script(job, python))
+    except OSError as error:
+        raise LaunchError(f"{job.script} cannot be written: {error.strerror}", "--folder") from None
+    asked = subprocess.run(
+        ["sbatch", "--parsable", str(job.script)], capture_output=True, text=True, check=False
+    )
+    if asked.returncode:
+        said = [re.sub(r"^sbatch: (error: )?", "", line) for line in asked.stderr.splitlines()]
+        raise LaunchError(
+            f"SLURM refuses the job: {'; '.join(said)}",
+            f"sinfo and scontrol show what there is; the script is {job.script}",
+        )
+    sys.stderr.write(asked.stderr)  # a site's own remarks
+    job_id = asked.stdout.strip().split(";")[0]
+    job.script.rename(job.file(job_id, "sh"))
+    return job_id
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What SLURM says of a job."""
+
+    state: str
+    reason: str = ""
+    exit_code: int = 0
+    nodes: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Say whether nothing more will happen."""
+        return self.state not in LIVING
+
+    def text(self, job_id: str) -> str:
+        """Say it in a line."""
+        details = {
+            "PENDING": f"waits in the queue ({self.reason})",
+            "RUNNING": f"runs on {self.nodes}",
+            "COMPLETED": "has finished",
+        }
+        ended = f"ended: {self.state}, exit code {self.exit_code}"
+        return f"lockstep: job {job_id} {details.get(self.state, ended)}"
+
+
+def read_status(said: str) -> Status:
+    """Read what `scontrol show job --oneliner` prints. Pure.
+
+    >>> read_status("JobId=7 JobState=FAILED Reason=NonZeroExitCode ExitCode=2:0 NodeList=n[1-2]")
+    Status(state='FAILED', reason='NonZeroExitCode', exit_code=2, nodes='n[1-2]')
+    """
+    values = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", said))
+    state = values.get("JobState", "UNKNOWN")
+    code, _, number = values.get("ExitCode", "0:0").partition(":")
+    ended_by = 128 + int(number) if int(number or 0) else 0
+    # Whatever ended without an exit code of its own (a node, a limit) has not succeeded.
+    exit_code = int(code) or ended_by or int(state not in {"COMPLETED", *LIVING})
+    return Status(state, values.get("Reason", ""), exit_code, values.get("NodeList", ""))
+
+
+def ask(job_id: str) -> Status | None:
+    """Ask SLURM about a job; None while it does not answer.
+
+    Raises:
+        LaunchError: if it no longer knows the job.
+    """
+    asked = subprocess.run(
+        ["scontrol", "show", "job", "--oneliner", job_id],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if asked.returncode == 0:
+        return read_status(asked.stdout)
+    if "Invalid job id" in asked.stderr:
+        raise LaunchError(f"SLURM no longer knows job {job_id}", f"its log, or sacct -j {job_id}")
+    return None
+
+
+class Follower:
+    """Shows a job's log as it grows, and what SLURM says when that changes."""
+
+    def __init__(self, job_id: str, log: Path) -> None:
+        self.job_id = job_id
+        self.log = log
+        self._read = 0
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+
+    def follow(self) -> int:
+        """Return the job's exit code once it has ended for good."""
+        told, ended = "", 0
+        while True:
+            status = ask(self.job_id)
+            if status is not None:
+                ended = ended + 1 if status.has_ended else 0
+                if status.state != told and (status.state in ("PENDING", "RUNNING")):
+                    told = status.state
+                    sys.stderr.write(f"{status.text(self.job_id)}\n")
+            # A state between two others may look like an end, and the log may come late.
+            if status is not None and ended > 1:
+                self._show()
+                sys.stderr.write(f"{status.text(self.job_id)}\n")
+                return status.exit_code
+            pause_s = LOOK_EVERY_S if ended else ASK_EVERY_S
+            until = time.monotonic() + pause_s
+            while time.monotonic() < until:
+                self._show()
+                time.sleep(LOOK_EVERY_S)
+
+    def _show(self) -> None:
+        try:
+            with self.log.open("rb") as file:
+                file.seek(self._read)
+                new = file.read()
+        except OSError:  # not there yet
+            return
+        self._read += len(new)
+        sys.stdout.write(self._decode(new))
+        sys.stdout.flush()

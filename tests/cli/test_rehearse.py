@@ -1,0 +1,222 @@
+"""`lockstep rehearse`: a fault is named by the phase it fires in, and a clean run passes."""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import RunConfig
+from lockstep.cli import rehearse as rehearsing
+from lockstep.cli.rehearse import PHASES, Told, rehearse
+from lockstep.cli.stage import with_a_middle
+from lockstep.errors import ConfigError, LaunchError
+from lockstep.rehearsal import rehearsed
+from lockstep.testing import free_port
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+PLANTED = Path(__file__).with_name("planted.py")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder of the test's own, with the commands of this installation."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def see(
+    capsys: pytest.CaptureFixture[str], command: str, code: int, limit_s: float = 90, *without: str
+) -> dict[str, Any]:
+    """Rehearse, and return the report with its phases by name."""
+    ended = rehearse(shlex.split(command), limit_s, without, as_json=True)
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    said = Path(report["output"]).read_text() if report["output"] else ""
+    assert ended == code, f"{report}\n{said}"
+    report["phases"] = {phase["phase"]: phase for phase in report["phases"]}
+    return report
+
+
+# --- Planted faults ----------------------------------------------------------
+
+# fault: (the phase it is found in, what is said of it)
+FAULTS = {
+    "evaluate": ("validate", "ZeroDivisionError: planted in evaluate at planted.py:17 in evaluate"),
+    "a bad state": ("save", "cannot save 'task.lock'"),
+    "nothing held out, a bad state": ("save", "cannot save 'task.lock'"),
+    "load_state": ("resume", "KeyError: 'planted in load_state' at planted.py:28 in load_state"),
+    "end": ("finish", "ValueError: planted at the end at planted.py:32 in finish_evaluation"),
+    "hang": ("finish", "no sign of life for 10 s at planted.py:34 in finish_evaluation"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_by_the_phase_it_fires_in(
+    fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    phase, said = FAULTS[fault]
+    limit_s = 10 if fault == "hang" else 90
+    report = see(capsys, f"python '{PLANTED}' '{fault}' run", 1, limit_s)
+    assert (report["verdict"], report["failed"]) == ("failed", phase), report
+    assert said in report["phases"][phase]["evidence"], report
+    before = [p for p in PHASES[: PHASES.index(phase)] if not ("held" in fault and p == "validate")]
+    assert all(report["phases"][name]["verdict"] == "ok" for name in before), report
+    after = PHASES[PHASES.index(phase) + 1 :]
+    assert all(report["phases"][name]["verdict"] == "not seen" for name in after), report
+
+
+def test_a_clean_run_passes_and_the_real_ones_folder_is_not_touched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = tmp_path / "run"
+    for name in ("config.json", "events/rank_0.jsonl", "checkpoints/step_00000007/manifest.json"):
+        (real / name).parent.mkdir(parents=True, exist_ok=True)
+        (real / name).write_text("the real run's")
+    report = see(capsys, f"python {PLANTED} none run", 0)
+    assert report["verdict"] == "passed"
+    assert list(report["phases"]) == list(PHASES)
+    said = {name: phase["evidence"] for name, phase in report["phases"].items()}
+    assert said["start"] == f"1 process in {real / 'rehearsal'}"
+    assert said["validate"].startswith("at step 2: loss ")
+    assert said["save"].endswith("checkpoints/step_00000002")
+    assert said["kill"].startswith("SIGKILL to rank 0 ")
+    assert "at step 2; the command ended with -9" in said["kill"]
+    assert said["resume"].startswith("at step 2 from ")
+    assert said["finish"].startswith("step 4, exit code 0, saved ")
+    assert all(phase["seconds"] >= 0 for phase in report["phases"].values())
+    mine = [path for path in real.rglob("*") if path.is_file() and "rehearsal" not in path.parts]
+    assert len(mine) == 3
+    assert {path.read_text() for path in mine} == {"the real run's"}
+    assert not list(tmp_path.glob("lockstep_rehearsal_*")), "nothing else is left"
+
+
+# --- Launchers ---------------------------------------------------------------
+
+
+def test_a_recipe_behind_a_shell_script_and_torchrun_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train.py", "train_multi_gpu.sh"):
+        shutil.copy(ROOT / "recipes" / "jit" / name, tmp_path)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    assert rehearse(["./train_multi_gpu.sh", "2"], 90, [], as_json=False) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "rehearsing: ./train_multi_gpu.sh 2"
+    assert [line.split()[:2] for line in said[1:-1]] == [[name, "ok"] for name in PHASES]
+    assert said[-1].startswith("passed: every phase was seen, in ")
+    assert f"2 processes in {tmp_path}/output/rehearsal" in said[1]
+
+
+def test_a_launcher_that_restarts_ranks_resumes_by_itself(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = f"lockstep launch --gpus 2 --restarts 1 {PLANTED} none run"
+    report = see(capsys, command, 0)
+    assert "the launcher started the ranks again" in report["phases"]["kill"]["evidence"]
+
+
+def test_of_a_loop_of_ones_own_what_can_be_seen_is_seen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"python {ROOT / 'examples' / 'five_lines.py'}"
+    report = see(capsys, command, 1)
+    assert report["verdict"] == "incomplete"
+    assert report["missing"] == ["log", "validate"]
+    assert not (tmp_path / "run").exists(), "its checkpoints went elsewhere"
+    assert report["phases"]["resume"]["evidence"].startswith("at step 2 from ")
+    assert report["phases"]["finish"]["evidence"].startswith("step 4, exit code 0")
+
+
+# --- Requests ----------------------------------------------------------------
+
+
+def test_what_cannot_be_rehearsed_is_one_line_and_something_to_try(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(LaunchError, match="nosuch cannot be started: No such file"):
+        rehearse(["nosuch"], 9, [], as_json=True)
+    with pytest.raises(ConfigError, match="there is no command"):
+        rehearse([], 9, [], as_json=True)
+    with pytest.raises(ConfigError, match="there is no phase 'validat'\n  try: validate"):
+        rehearse(["true"], 9, ["validat"], as_json=True)
+    report = see(capsys, "true", 1)
+    assert report["missing"] == list(PHASES), "it ended well, and nothing was seen"
+
+
+def test_what_a_command_does_not_do_may_be_left_out() -> None:
+    report = rehearsing.Report(["x"], without=("log", "validate"))
+    for phase in report.phases:
+        phase.verdict = "not seen" if phase.phase in ("log", "validate") else "ok"
+    assert report.verdict == "passed"
+    report["save"].verdict = "not seen"
+    assert (report.verdict, report.missing) == ("incomplete", ["save"])
+
+
+# --- Parts -------------------------------------------------------------------
+
+
+def test_outside_a_rehearsal_a_config_is_left_alone() -> None:
+    config = RunConfig(epochs=3)
+    assert rehearsed(config) is config
+
+
+def test_a_rehearsed_config_keeps_batch_and_rate_and_leaves_the_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_REHEARSAL", "1")
+    asked = RunConfig.parse(
+        {
+            "output_dir": "runs/a",
+            "epochs": 300,
+            "batch": {"batch_size": 48, "accumulate": 3},
+            "loader": {"num_workers": 8},
+            "sinks": {"log_file": "logs/train.log"},
+            "resume": "checkpoints/x",
+        }
+    )
+    small = rehearsed(asked)
+    assert (small.batch, small.rate, small.precision) == (asked.batch, asked.rate, asked.precision)
+    assert (small.output_dir, small.max_steps, small.epochs) == ("runs/a/rehearsal", 4, None)
+    assert (small.loader.num_workers, small.resume) == (1, "discard")
+    assert small.sinks.log_file == "runs/a/rehearsal/train.log"
+    assert rehearsed(small) is small, "once is enough"
+    named_so = rehearsed(asked.model_copy(update={"output_dir": "rehearsal"}))
+    assert (named_so.output_dir, named_so.max_steps) == ("rehearsal/rehearsal", 4), "a real run's"
+    middle = with_a_middle(asked, goes_on=False)
+    assert (middle.evaluation.every_steps, middle.checkpoint.every_steps) == (2, 2)
+    assert not middle.checkpoint.background
+    assert with_a_middle(asked, goes_on=True).resume == "auto"
+    assert RunConfig.parse(json.loads(middle.model_dump_json())) == middle, "a valid config"
+
+
+def test_the_first_error_is_found_in_what_any_launcher_prints() -> None:
+    plain = "step 1\nlockstep: no such folder\n  try: another\n"
+    assert Told.read(plain).error == "no such folder"
+    chained = (
+        "Traceback (most recent call last):\n"
+        '  File "/home/me/train.py", line 3, in save\n    f()\n'
+        '  File "/usr/lib/python3.11/json.py", line 9, in dump\n    g()\n'
+        "TypeError: not JSON\n"
+        "Traceback (most recent call last):\nRuntimeError: later\n"
+    )
+    told = Told.read(chained)
+    assert (told.error, told.place) == ("TypeError: not JSON", "train.py:3 in save")
+    assert told.is_about_saving
+    assert Told.read("Killed\n\n").error == "Killed"
+    frame = (
+        'Current thread 0x1 (most recent call first):\n  File "/home/me/a.py", line {} in {}\n\n'
+    )
+    stacks = [frame.format(1, "_worker_loop"), frame.format(2, "all_max"), frame.format(3, "draw")]
+    assert Told.read_stacks("".join(stacks)).place == "a.py:3 in draw"
+    assert Told.read_stacks("".join(stacks[:2])).place == "a.py:2 in all_max"
+    assert Told.read_stacks("nothing").place == ""
+    assert Told.read("").error == "it said nothing"

@@ -1,0 +1,176 @@
+"""`lockstep launch`: one failing rank is heard once, nobody is left behind, killed ranks go on."""
+
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import BIN, HERE, Start, last_step, wait_until
+
+from lockstep.checkpoint import CheckpointStore
+from lockstep.testing import free_port
+
+LAUNCH = (BIN / "lockstep", "launch", "--gpus")
+TRAIN = HERE / "train_and_save.py"
+
+
+def pids_of(folder: Path, num: int) -> list[int]:
+    """Return the ranks' process ids, as they wrote them down."""
+    files = [folder / f"pid_{rank}" for rank in range(num)]
+    wait_until(lambda: all(f.exists() and f.read_text() for f in files), "all ranks' ids", 60)
+    return [int(file.read_text()) for file in files]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def weights(folder: Path) -> bytes:
+    checkpoint, _ = CheckpointStore(folder / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    return (checkpoint.path / "model.safetensors").read_bytes()
+
+
+# --- A rank that fails ---------------------------------------------------------------------------
+
+
+def test_an_exception_is_shown_once_with_rank_host_and_step_and_nobody_stays(
+    tmp_path: Path, start: Start
+) -> None:
+    launched = start(*LAUNCH, "4", TRAIN, tmp_path, "--fail_at=3", "--fail_rank=1")
+    pids = pids_of(tmp_path, 4)
+    wait_until(lambda: "the planted fault" in launched.text, "the exception")
+    began = time.monotonic()
+    assert launched.finish(20) == 1, launched.text
+    wait_until(lambda: all(map(is_gone, pids)), "all ranks gone", 5)
+    assert time.monotonic() - began < 5
+    text = launched.text
+    assert text.count("Traceback (most recent call last):") == 1, text
+    assert text.count('raise ZeroDivisionError("the planted fault")') == 1, text
+    said = (
+        rf"lockstep: rank 1 on {socket.gethostname()}, .*step 3.*: ZeroDivisionError: the planted"
+    )
+    assert len(re.findall(said, text)) == 1, text
+
+
+def test_the_same_error_at_the_same_step_three_times_is_not_tried_again(
+    tmp_path: Path, start: Start
+) -> None:
+    launched = start(*LAUNCH, "2", "--restarts=9", TRAIN, tmp_path, "--fail_at=3")
+    assert launched.finish() == 4, launched.text
+    assert launched.text.count("ZeroDivisionError: the planted fault") == 2 * 3
+    assert "the same error 3 times in the same place; not trying again" in launched.text
+
+
+def test_errors_at_different_steps_are_tried_again(tmp_path: Path, start: Start) -> None:
+    launched = start(*LAUNCH, "2", "--restarts=4", TRAIN, tmp_path, "--fail_at=each")
+    assert launched.finish() == 0, launched.text
+    assert launched.text.count("lockstep: all ranks start again") == 4, launched.text
+
+
+def test_a_request_that_cannot_work_is_said_once_and_not_tried_again(
+    tmp_path: Path, start: Start
+) -> None:
+    launched = start(*LAUNCH, "2", "--restarts=3", TRAIN, tmp_path, "--batch_size=nonsense")
+    assert launched.finish() == 2, launched.text
+    assert launched.text.count("nonsense") == 1, launched.text
+    assert "Traceback" not in launched.text
+
+
+# --- A rank that is killed -----------------------------------------------------------------------
+
+
+def test_killed_ranks_go_on_and_end_with_the_same_weights(tmp_path: Path, start: Start) -> None:
+    straight = start(*LAUNCH, "2", TRAIN, tmp_path / "straight")
+    hit = start(*LAUNCH, "2", "--restarts=5", TRAIN, tmp_path / "hit", "--step_s=0.05")
+    seen: set[int] = set()
+    folder = tmp_path / "hit"
+    for kill in range(3):
+        wait_until(lambda at=5 * kill + 4: last_step(folder) >= at, "the next step")  # type: ignore[misc]
+        pid = pids_of(folder, 2)[kill % 2]
+        assert pid not in seen, "a new process after each kill"
+        seen.add(pid)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda n=kill + 1: hit.text.count("was ended by SIGKILL") == n, "the news")  # type: ignore[misc]
+    assert straight.finish() == 0, straight.text
+    assert hit.finish() == 0, hit.text
+    assert weights(tmp_path / "hit") == weights(tmp_path / "straight")
+
+
+# --- A launcher that is killed -------------------------------------------------------------------
+
+
+def test_no_rank_outlives_its_launcher(tmp_path: Path, start: Start) -> None:
+    launched = start(*LAUNCH, "2", TRAIN, tmp_path, "--step_s=0.5")
+    pids = pids_of(tmp_path, 2)
+    os.kill(launched.pid, signal.SIGKILL)
+    wait_until(lambda: all(map(is_gone, pids)), "the ranks gone", 1)
+    assert launched.orphans() == []
+
+
+# --- Several machines (here: launchers on one) ---------------------------------------------------
+
+
+def test_two_launchers_form_one_group_and_go_on_together(tmp_path: Path, start: Start) -> None:
+    head = f"localhost:{free_port()}"
+    both = [
+        start(
+            *(*LAUNCH, "1", "--nodes=2", f"--node-rank={rank}", f"--head={head}", "--restarts=3"),
+            *(TRAIN, tmp_path / "two", "--step_s=0.05"),
+        )
+        for rank in range(2)
+    ]
+    alone = start(*LAUNCH, "2", TRAIN, tmp_path / "alone")
+    wait_until(lambda: last_step(tmp_path / "two") >= 4, "a few steps")
+    os.kill(pids_of(tmp_path / "two", 2)[1], signal.SIGKILL)
+    assert [one.finish() for one in both] == [0, 0], both[0].text + both[1].text
+    assert alone.finish() == 0, alone.text
+    assert weights(tmp_path / "two") == weights(tmp_path / "alone")
+
+
+def test_a_machine_that_does_not_come_is_named(start: Start) -> None:
+    head = f"localhost:{free_port()}"
+    nodes = (*LAUNCH, "1", "--nodes=3", f"--head={head}", "--wait=6")
+    both = [start(*nodes, f"--node-rank={rank}", TRAIN, "nowhere") for rank in (0, 1)]
+    for one in both:
+        assert one.finish(30) == 2, one.text
+        assert one.text.startswith(
+            "lockstep: of 3 nodes, these did not come within 6 s: node 2\n  try: "
+        ), one.text
+
+
+# --- What is kept --------------------------------------------------------------------------------
+
+
+def test_each_rank_has_a_log_file(tmp_path: Path, start: Start) -> None:
+    launched = start(*LAUNCH, "2", f"--logs={tmp_path / 'logs'}", TRAIN, tmp_path / "run")
+    assert launched.finish() == 0, launched.text
+    logs = {path.parent.name: path.read_text() for path in tmp_path.glob("logs/*/*/*/stdout.log")}
+    assert "hello from rank 0\n" in logs["0"]
+    assert "hello from rank 1\n" in logs["1"]
+    assert "hello from rank 0\n" in launched.text
+    assert "[rank1]:hello from rank 1\n" in launched.text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("2", "nowhere.py"), "there is no script 'nowhere.py'"),
+        (("none", TRAIN), "--gpus none is not a number of processes"),
+        (("2", "--nodes=2", TRAIN), "--head '' is no HOST:PORT"),
+        (("2", "--nodes=2", "--head=a:b", TRAIN), "--head 'a:b' is no HOST:PORT"),
+        (("2", "--nodes=2", "--node-rank=2", "--head=a:1", TRAIN), "--node-rank 2 of 2 nodes"),
+    ],
+)
+def test_what_cannot_start_is_one_line(words: tuple[str, ...], said: str, start: Start) -> None:
+    refused = start(*LAUNCH, *words)
+    assert refused.finish(20) == 2, refused.text
+    assert refused.text.startswith(f"lockstep: {said}"), refused.text
+    assert refused.text.count("\n") == 2

@@ -1,0 +1,225 @@
+"""On a real cluster of two nodes: a job trains, is warned, killed, cut off, and goes on."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cluster import Cluster, wait_until
+from safetensors.torch import load
+from submitted import (
+    BIN,
+    LIMIT_S,
+    ROOT,
+    Submit,
+    Submitted,
+    events,
+    processes_of,
+    resumed_at,
+    weights,
+)
+from train_steps import NUM_STEPS, SAVE_EVERY, SlowTask, config
+
+from lockstep.testing import run_ranks
+from lockstep.trainer import fit
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def train_here(folder: Path, num_ranks: int) -> bytes:
+    """Return the weights of the same run on processes of this machine, never stopped."""
+    run_ranks(num_ranks, fit, SlowTask(), config(str(folder)))
+    return weights(folder, NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Return the weights of a run on two ranks that nobody disturbed."""
+    return train_here(tmp_path_factory.mktemp("uninterrupted"), 2)
+
+
+def check_whole(job: Submitted, uninterrupted: bytes) -> None:
+    """Check that a run is what it would have been, and that nothing of it is left running."""
+    assert "done at step 30" in job.text
+    assert weights(job.folder / "run", NUM_STEPS) == uninterrupted
+    wait_until(lambda: not processes_of(job.folder), "every process has ended", 10)
+    assert not list(job.folder.glob("lockstep_jobs/*.code"))
+
+
+def test_two_nodes_of_two_processes_train_what_one_process_trains(
+    submit: Submit, tmp_path: Path
+) -> None:
+    job = submit("--processes-per-node", "2", "train_steps.py", "run")
+    assert job.finish() == 0, job.text
+    check_whole(job, train_here(tmp_path / "four", 4))
+    assert "tiny on 4 x cpu (started by srun, gloo)" in job.text
+    first = next(one for one in events(tmp_path / "run") if one["event"] == "step")
+    print(f"submit to first step: {float(str(first['time'])) - job.began:.1f} s")
+    assert {path.name for path in (tmp_path / "lockstep_jobs").iterdir()} == {
+        f"train_steps_{job.job_id}.sh",
+        f"train_steps_{job.job_id}.log",
+    }
+
+    alone = load(train_here(tmp_path / "alone", 1))
+    for name, value in load(weights(tmp_path / "run", NUM_STEPS)).items():
+        torch.testing.assert_close(value, alone[name], rtol=1e-12, atol=1e-13)
+
+
+def test_warned_of_the_time_limit_it_saves_and_queues_itself_again_once(
+    cluster: Cluster, submit: Submit, uninterrupted: bytes
+) -> None:
+    job = submit("train_steps.py", "run", "0.1")
+    job.wait_for_step(6)
+    cluster.ask("scancel", "--signal=USR1", job.job_id)  # as SLURM does: to the steps of the job
+    assert job.finish() == 0, job.text
+    check_whole(job, uninterrupted)
+    assert job.text.count("saved before the time limit; the job is back in the queue") == 1
+    (step,) = resumed_at(job.folder / "run")
+    stops = [one for one in events(job.folder / "run") if one["event"] == "stop"]
+    assert [(one["step"], one["exit_code"]) for one in stops] == [(step, 138)]
+    assert step % SAVE_EVERY or step >= 6
+
+
+def test_requeued_by_an_operator_it_goes_on(
+    cluster: Cluster, submit: Submit, uninterrupted: bytes
+) -> None:
+    job = submit("train_steps.py", "run", "0.1")
+    job.wait_for_step(6)
+    cluster.ask("scontrol", "requeue", job.job_id)
+    assert job.finish() == 0, job.text
+    check_whole(job, uninterrupted)
+    assert len(resumed_at(job.folder / "run")) == 1
+    assert "queue" not in job.text.replace("waits in the queue", "")
+
+
+def test_cancelled_it_ends_and_submitted_again_it_goes_on(
+    cluster: Cluster, submit: Submit, uninterrupted: bytes
+) -> None:
+    job = submit("train_steps.py", "run", "0.1")
+    job.wait_for_step(6)
+    began = time.monotonic()
+    cluster.ask("scancel", job.job_id)
+    assert job.finish() not in (0, 138), job.text
+    print(f"scancel to the end of submit: {time.monotonic() - began:.1f} s")
+    assert "CANCELLED" in job.text
+    wait_until(lambda: not processes_of(job.folder), "every process has ended", 10)
+    again = submit("train_steps.py", "run")
+    assert again.finish() == 0, again.text
+    check_whole(again, uninterrupted)
+    assert len(resumed_at(again.folder / "run")) == 1
+
+
+def test_a_killed_rank_is_started_again_with_the_others(
+    cluster: Cluster, submit: Submit, uninterrupted: bytes
+) -> None:
+    job = submit("train_steps.py", "run", "0.1")
+    job.wait_for_step(6)
+    assert cluster.kill_on("node2", signal.SIGKILL, f"{sys.executable} train_steps.py run") == 1
+    assert job.finish() == 0, job.text
+    check_whole(job, uninterrupted)
+    assert "a rank ended with exit code 137; all start again (try 2 of 3)" in job.text
+    assert len(resumed_at(job.folder / "run")) == 1
+
+
+@pytest.mark.parametrize("node", ["node1", "node2"])
+def test_a_lost_node_is_waited_for_and_the_job_goes_on(
+    node: str, cluster: Cluster, submit: Submit, uninterrupted: bytes
+) -> None:
+    job = submit("train_steps.py", "run", "0.1")
+    job.wait_for_step(6)
+    cluster.crash(node)
+    began = time.monotonic()
+    if node == "node1":  # SLURM finds out by itself, in a quarter of a minute: once is enough
+        cluster.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=died")
+    cluster.wait_for_nodes("down", (node,))
+    print(f"{node} is down {time.monotonic() - began:.1f} s after it died")
+    cluster.boot(node)
+    assert job.finish() == 0, job.text
+    check_whole(job, uninterrupted)
+    assert len(resumed_at(job.folder / "run")) == 1
+
+
+def test_a_request_that_cannot_work_is_not_tried_again(submit: Submit) -> None:
+    job = submit("train_steps.py", "run", "0", "refused")
+    assert job.finish() == 2, job.text
+    assert job.text.count("the planted folder cannot be read") == 1
+    assert "start again" not in job.text
+    assert f"job {job.job_id} ended: FAILED, exit code 2" in job.text
+
+
+def test_a_bug_ends_the_job_with_its_traceback(submit: Submit) -> None:
+    job = submit("--restarts", "0", "train_steps.py", "run", "0", "bug")
+    assert job.finish() == 1, job.text
+    assert job.text.count("ZeroDivisionError: the planted bug") == 1
+
+
+def test_a_job_that_goes_first_takes_its_place_and_then_it_goes_on(
+    cluster: Cluster, submit: Submit, uninterrupted: bytes
+) -> None:
+    job = submit("--sbatch", "exclusive", "train_steps.py", "run", "0.1")
+    job.wait_for_step(6)
+    urgent = ("-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null")
+    cluster.ask("sbatch", *urgent, "--wrap", "true")
+    assert job.finish() == 0, job.text
+    check_whole(job, uninterrupted)
+    assert "saved for a job that goes first; the job is back in the queue" in job.text
+    stops = [one for one in events(job.folder / "run") if one["event"] == "stop"]
+    assert [one["exit_code"] for one in stops] == [143]
+
+
+# --- What the user asks wrongly -------------------------------------------------
+
+
+def test_an_unknown_partition_is_refused_in_slurms_own_words(
+    cluster: Cluster, submit: Submit
+) -> None:
+    job = submit("--partition", "nowhere", "train_steps.py", "run")
+    assert job.finish() == 2, job.text
+    assert job.text.startswith("lockstep: SLURM refuses the job: invalid partition specified")
+    assert cluster.ask("squeue", "-h") == ""
+
+
+# --- The guide's own script -------------------------------------------------------
+
+
+def test_the_guides_batch_script_trains_ctclip_on_two_nodes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "ctclip"
+    shutil.copytree(ROOT / "recipes" / "ctclip", folder)
+    # As printed it wants 2 x 4 GPUs; eight processes are many for two cores.
+    both = (folder / "accelerate_config_multi_node.yaml").read_text()
+    (folder / "two.yaml").write_text(both.replace("num_processes: 8", "num_processes: 2"))
+    env = {
+        **cluster.env,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "LOCKSTEP_REHEARSAL": "1",
+        "ACCELERATE_CONFIG": "two.yaml",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = "sbatch --parsable --gpus-per-node=1 scripts/train_slurm_multi_node.sh"
+    job_id = state = ""
+
+    def has_ended() -> bool:
+        nonlocal state
+        state = (
+            cluster.ask("scontrol", "show", "job", "-o", job_id).split("JobState=")[1].split()[0]
+        )
+        return state not in ("PENDING", "RUNNING", "COMPLETING")
+
+    with cluster.port_taken("node1", 29500):
+        asked = subprocess.run(
+            command.split(), cwd=folder, env=env, capture_output=True, text=True, check=True
+        )
+        job_id = asked.stdout.strip()
+        wait_until(has_ended, "the job has ended", LIMIT_S)
+    said = (folder / "logs" / f"train_{job_id}.out").read_text()
+    wrong = (folder / "logs" / f"train_{job_id}.err").read_text()
+    assert state == "COMPLETED", said + wrong
+    assert "Number of processes: 2" in said
+    assert list((folder / "saves").rglob("checkpoints/step_*")), said
