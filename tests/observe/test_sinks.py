@@ -1,6 +1,9 @@
 """Sinks get everything, and nothing that happens to them reaches the training."""
 
 import builtins
+import contextlib
+import importlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -415,3 +418,46 @@ def test_no_heavy_package_is_imported_with_the_module() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+# --- Forking while a sink imports ----------------------------------------------------------------
+
+
+def fork_during_import(tmp_path: Path, name: str, guard: Any) -> bool:
+    """Import a slow module in a thread, fork, import it there too; say whether that ever ends."""
+    (tmp_path / f"{name}.py").write_text("import time; time.sleep(0.5)")
+    has_begun = threading.Event()
+
+    def load() -> None:
+        with guard:
+            has_begun.set()
+            importlib.import_module(name)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    has_begun.wait()
+    time.sleep(0.1)
+    child = multiprocessing.get_context("fork").Process(
+        target=importlib.import_module, args=(name,)
+    )
+    child.start()
+    child.join(5)
+    has_ended = not child.is_alive()
+    child.kill()
+    child.join()
+    thread.join()
+    return has_ended
+
+
+def test_a_process_forked_while_a_sink_imports_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert fork_during_import(tmp_path, "slow_and_guarded", module.importing)
+
+
+def test_the_planted_fault_without_the_guard_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not fork_during_import(tmp_path, "slow_and_bare", contextlib.nullcontext())

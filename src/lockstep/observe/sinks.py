@@ -30,6 +30,14 @@ WANDB_TIMEOUT_S = 15.0
 """How long W&B may try to reach its server; its own default is 90 s."""
 
 
+importing = threading.Lock()
+"""Held while a sink imports, or draws, which imports. A process that is forked in the midst of that
+finds modules locked by a thread it does not have, and waits for ever: so forking waits instead."""
+os.register_at_fork(
+    before=importing.acquire, after_in_parent=importing.release, after_in_child=importing.release
+)
+
+
 class SinkConfig(BaseModel):
     """Which sinks a run feeds."""
 
@@ -202,7 +210,8 @@ class TensorBoardSink(Sink):
     """`<folder>/tensorboard`, one more file per start; the steps trained again are purged."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        with importing:
+            from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
         _wait_for_a_later_second(folder / "tensorboard")
@@ -216,11 +225,12 @@ class TensorBoardSink(Sink):
             self._writer.add_scalar(name, value, event["step"], walltime=event.get("time"))
         path = _picture(event, self._folder)
         if path is not None:
-            import numpy
-            from PIL import Image
+            with importing:
+                import numpy
+                from PIL import Image
 
-            with Image.open(path) as image:
-                pixels = numpy.asarray(image.convert("RGB"))
+                with Image.open(path) as image:
+                    pixels = numpy.asarray(image.convert("RGB"))
             self._writer.add_image(_picture_name(event), pixels, event["step"], dataformats="HWC")
 
     @override
@@ -256,7 +266,8 @@ class WandbSink(Sink):
         resume_step: int | None,
         warn: Warn,
     ) -> None:
-        import wandb
+        with importing:
+            import wandb
 
         settings = wandb.Settings(
             console="off",
@@ -351,6 +362,7 @@ class CurvesSink(Sink):
 
     def _draw(self) -> None:
         began = time.monotonic()
-        draw_curves(self._folder, self._folder / "curves.png")
+        with importing:
+            draw_curves(self._folder, self._folder / "curves.png")
         self._is_stale = False
         self._not_before = time.monotonic() + 20 * (time.monotonic() - began)
