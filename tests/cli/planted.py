@@ -6,7 +6,7 @@ import time
 from lockstep import RunConfig, fit
 from lockstep.testing import TinyTask
 
-FAULT, FOLDER = sys.argv[1], sys.argv[2]
+FAULT, FOLDER = (*sys.argv, "", "")[1:3]
 
 
 class Planted(TinyTask):
@@ -35,14 +35,15 @@ class Planted(TinyTask):
         return {}
 
 
-config = RunConfig.parse(
-    {
-        "output_dir": FOLDER,
-        "epochs": 300,
-        "batch": {"batch_size": 4},
-        "evaluation": {"every_epochs": 10},
-        "checkpoint": {"every_epochs": 100},
-        "sinks": {"curves": False},
-    }
-)
-sys.exit(fit(Planted(), config).exit_code)
+if __name__ == "__main__":
+    config = RunConfig.parse(
+        {
+            "output_dir": FOLDER,
+            "epochs": 300,
+            "batch": {"batch_size": 4},
+            "evaluation": {"every_epochs": 10},
+            "checkpoint": {"every_epochs": 100},
+            "sinks": {"curves": False},
+        }
+    )
+    sys.exit(fit(Planted(), config).exit_code)

@@ -54,7 +54,8 @@ def story(rank: int, size: int, launcher: str) -> dict[str, object]:
 
 def stories(text: str) -> list[dict[str, object]]:
     """Return what the ranks said, in rank order, past what launchers print."""
-    told = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    lines = [line.removeprefix("[rank1]:") for line in text.splitlines()]
+    told = [json.loads(line) for line in lines if line.startswith("{")]
     return sorted(told, key=lambda one: one["rank"])
 
 
