@@ -7,6 +7,7 @@ names what it left; the police then clears it away, so that no other test pays.
 
 import fcntl
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,10 @@ import torch.distributed as dist
 # Tests fork ranks from this process. A fork copies an OpenMP pool without its
 # threads, and the first parallel region of the child then waits for ever.
 torch.set_num_threads(1)
+
+# A shell that starts the suite in its background has it ignore Ctrl-C, and all it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Ask the driver, not the CUDA runtime, whether there is a GPU: a process that
 # has called the runtime cannot fork ranks that use one.
