@@ -26,8 +26,8 @@ HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 LIMIT_S = 90.0
 LAUNCH_LOCALLY = (
-    "import sys; from lockstep.launch.local import Launch, launch; "
-    "sys.exit(launch(Launch(tuple(sys.argv[1:]), 2)))"
+    "import sys; from lockstep.launch.local import LaunchRequest, launch; "
+    "sys.exit(launch(LaunchRequest(tuple(sys.argv[1:]), 2)))"
 )
 
 

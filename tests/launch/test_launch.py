@@ -55,7 +55,7 @@ def test_an_exception_is_shown_once_with_rank_host_and_step_and_nobody_stays(
     assert text.count("Traceback (most recent call last):") == 1, text
     assert text.count('raise ZeroDivisionError("the planted fault")') == 1, text
     said = (
-        rf"lockstep: rank 1 on {socket.gethostname()}, .*step 3.*: ZeroDivisionError: the planted"
+        rf"lockstep: rank 1 on {socket.gethostname()}, after step 3: ZeroDivisionError: the planted"
     )
     assert len(re.findall(said, text)) == 1, text
 
@@ -82,6 +82,15 @@ def test_a_request_that_cannot_work_is_said_once_and_not_tried_again(
     assert launched.finish() == 2, launched.text
     assert launched.text.count("nonsense") == 1, launched.text
     assert "Traceback" not in launched.text
+
+
+def test_a_rank_that_leaves_is_not_taken_for_those_it_leaves_alone(
+    tmp_path: Path, start: Start
+) -> None:
+    launched = start(*LAUNCH, "2", TRAIN, tmp_path, "--fail_at=3", "--fail_with=200")
+    assert launched.finish() == 200, launched.text
+    assert "lockstep: rank 0 ended with exit code 200\n" in launched.text, launched.text
+    assert "Traceback" not in launched.text, "rank 1 lost its peer, which is no cause"
 
 
 # --- A rank that is killed -----------------------------------------------------------------------
@@ -163,6 +172,7 @@ def test_each_rank_has_a_log_file(tmp_path: Path, start: Start) -> None:
     ("words", "said"),
     [
         (("2", "nowhere.py"), "there is no script 'nowhere.py'"),
+        (("2", "-m"), "-m without a module"),
         (("none", TRAIN), "--gpus none is not a number of processes"),
         (("2", "--nodes=2", TRAIN), "--head '' is no HOST:PORT"),
         (("2", "--nodes=2", "--head=a:b", TRAIN), "--head 'a:b' is no HOST:PORT"),

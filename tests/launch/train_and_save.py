@@ -29,6 +29,8 @@ class Task(TinyTask):
     def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
         time.sleep(self.args.step_s)
         if context.step == self.failing_step and context.world.rank == self.args.fail_rank:
+            if self.args.fail_with:
+                os._exit(self.args.fail_with)
             raise ZeroDivisionError("the planted fault")
         return super().loss(model, batch, context)
 
@@ -47,6 +49,7 @@ def build(argv: Sequence[str]) -> tuple[Task, RunConfig]:
     parser.add_argument("--step_s", type=float, default=0.0)
     parser.add_argument("--fail_at", default="-1")
     parser.add_argument("--fail_rank", type=int, default=0)
+    parser.add_argument("--fail_with", type=int, help="an exit code, in place of an exception")
     parser.add_argument("--batch_size", default=4)
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,7 @@ requeues=100 # at most, at the time limit
 record=lockstep_jobs/train
 srun_options=(--cpus-per-task=12)
 module load cuda
-command=(/opt/python train.py --name 'two words' '$HOME')
+command=(python3 train.py --name 'two words' '$HOME')
 """
 
 
@@ -73,7 +73,7 @@ def test_the_script_says_what_was_asked_for() -> None:
         setup=("module load cuda",),
         options={"qos": "high", "exclusive": ""},
     )
-    header, rest = job_script(job, "/opt/python").split("\nexport PYTHON", 1)
+    header, rest = job_script(job, "python3").split("\nexport PYTHON", 1)
     assert header.strip() == HEADER.strip()
     assert "srun --kill-on-bad-exit=1" in rest
 

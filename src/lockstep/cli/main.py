@@ -60,11 +60,11 @@ def launch(
 ) -> None:
     """Run a script on several processes: free port, first error shown, nothing left behind."""
     from lockstep.cli.run import count_processes
-    from lockstep.launch.local import Launch
+    from lockstep.launch.local import LaunchRequest
     from lockstep.launch.local import launch as start
 
     num = count_processes(gpus)
-    sys.exit(start(Launch(tuple(words), num, nodes, node_rank, head, restarts, logs, wait)))
+    sys.exit(start(LaunchRequest(tuple(words), num, nodes, node_rank, head, restarts, logs, wait)))
 
 
 @app.command(epilog=PLAN_EXAMPLE)

@@ -31,9 +31,9 @@ def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
     flags.flags().read(argv)
     if num_processes == 1:
         importlib.import_module("lockstep_recipes.command").train(flags.build, argv)
-    from lockstep.launch.local import Launch, launch
+    from lockstep.launch.local import LaunchRequest, launch
 
-    return launch(Launch(("-m", module, *argv), num_processes))
+    return launch(LaunchRequest(("-m", module, *argv), num_processes))
 
 
 def count_processes(gpus: str) -> int:

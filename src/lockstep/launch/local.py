@@ -17,16 +17,16 @@ import sys
 import types
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LaunchError
 from lockstep.launch.roll_call import call_roll, own_address, parse_head
-from lockstep.launch.worker import RECORD, work
+from lockstep.launch.worker import RECORD, check_script, work
 
 CRASH_LOOP = 3
 """So many times the same error at the same step, and it is not tried again."""
@@ -42,7 +42,7 @@ MONITOR_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchRequest:
     """What to run, and on how many processes."""
 
     words: tuple[str, ...]
@@ -59,7 +59,7 @@ class Launch:
     """How long to wait for the other machines."""
 
 
-def launch(command: Launch) -> int:
+def launch(command: LaunchRequest) -> int:
     """Run it and return the exit code of the first rank that failed, or 0."""
     _check(command)
     cores_each = max(1, (os.cpu_count() or 1) // command.num_processes)
@@ -88,11 +88,9 @@ def launch(command: Launch) -> int:
     return int(agent.exit_code) if result.is_failed() else 0
 
 
-def _check(command: Launch) -> None:
+def _check(command: LaunchRequest) -> None:
     """Refuse what cannot start, before anything does."""
-    script = command.words[0] if command.words else ""
-    if script != "-m" and not Path(script).is_file():
-        raise LaunchError(f"there is no script {script!r}", "its path from here, or -m MODULE")
+    check_script(command.words)
     if command.num_nodes > 1:
         parse_head(command.head)
     if not 0 <= command.node_rank < command.num_nodes:
@@ -113,7 +111,7 @@ def _check_gpus(num_processes: int) -> None:
         )
 
 
-def _build_agent(command: Launch) -> Any:
+def _build_agent(command: LaunchRequest) -> Any:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
@@ -210,52 +208,53 @@ class Failure:
 
     rank: int
     code: int
-    told: dict[str, Any] | None
-    """What the rank left of its exception, if it could."""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """What the rank left of its end, if it could."""
+    killed_by: str = ""
+    """The signal that ended it, if it could not."""
 
     @property
     def identity(self) -> str:
         """What makes two failures the same: the error, and the step it came in."""
-        return " ".join([self.told["error"], *self.told["notes"]]) if self.told else ""
+        error = self.told.get("error")
+        return " ".join([error, *self.told["notes"]]) if error else ""
 
     def text(self, restarts_left: int, is_loop: bool) -> str:
-        """Say it, once, for all ranks."""
+        """Say it, once, for all ranks; what a rank has said itself is not repeated."""
         lines = []
-        if self.told:
-            lines += [self.told["traceback"].rstrip()]
-            where = "".join(f", {note}" for note in self.told["notes"])
-            lines += [
-                f"lockstep: rank {self.rank} on {self.told['host']}{where}: {self.told['error']}"
-            ]
-        elif self.code > 128 and self.code not in FINAL_CODES:
-            name = signal.Signals(self.code - 128).name
-            lines += [f"lockstep: rank {self.rank} was ended by {name}"]
+        if self.identity:
+            notes = [note.removeprefix(f"on rank {self.rank}, ") for note in self.told["notes"]]
+            where = ", ".join([f"rank {self.rank} on {self.told['host']}", *notes])
+            lines += [self.told["traceback"].rstrip(), f"lockstep: {where}: {self.told['error']}"]
+        elif self.killed_by:
+            lines += [f"lockstep: rank {self.rank} was ended by {self.killed_by}"]
+        elif self.code not in FINAL_CODES:
+            lines += [f"lockstep: rank {self.rank} ended with exit code {self.code}"]
         if is_loop:
             lines += [
                 f"lockstep: the same error {CRASH_LOOP} times in the same place; not trying again"
             ]
-        elif restarts_left and lines:
+        elif restarts_left:
             lines += [f"lockstep: all ranks start again ({restarts_left} times at most)"]
-        elif lines and not self.told:
+        elif self.killed_by:
             lines += ["  try: the same command again; it goes on from the newest checkpoint"]
         return "".join(f"{line}\n" for line in lines)
 
 
 def first_failure(context: Any, first_rank: int) -> Failure:
     """Find the rank that failed before the others did, which failed because of it."""
-    processes = context._pc.processes
-    codes = {local: process.exitcode for local, process in enumerate(processes)}
+    codes = [process.exitcode or 0 for process in context._pc.processes]
     # Ended from outside, and not by the agent as it closes what is left.
-    killed = [n for n, code in codes.items() if code and code < 0 and code != -signal.SIGTERM]
+    for local, code in enumerate(codes):
+        if code < 0 and code != -signal.SIGTERM:
+            name = signal.Signals(-code).name
+            return Failure(first_rank + local, 128 - code, killed_by=name)
     records = [read_record(Path(file).parent / RECORD) for file in context.error_files.values()]
-    told = sorted((r for r in records if r), key=lambda record: float(record["time"]))
-    if killed:
-        return Failure(first_rank + killed[0], 128 - codes[killed[0]], None)
-    if told:
-        return Failure(told[0]["rank"], 1, told[0])
-    local = min((n for n, code in codes.items() if code), default=0)
-    code = codes[local] or 1
-    return Failure(first_rank + local, code if code > 0 else 128 - code, None)
+    told = min((r for r in records if r), key=lambda record: float(record["time"]), default=None)
+    if told is not None:
+        return Failure(told["rank"], told["code"], told)
+    local, code = next((n, code) for n, code in enumerate(codes) if code)
+    return Failure(first_rank + local, abs(code) + 128 * (code < 0))
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ from datetime import timedelta
 from lockstep.errors import LaunchError
 
 POLL_S = 0.1
-DIAL_S = 5.0
 PLACE = "lockstep/node/{}"
 VERDICT = "lockstep/roll"
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.errors import LaunchError
+from lockstep.launch.worker import check_script
 
 ASK_EVERY_S = 2.0
 """How often SLURM is asked for a job's state; its log is looked at more often."""
@@ -77,12 +78,7 @@ def check(job: Job) -> None:
     Raises:
         LaunchError: with what is wrong and what to try.
     """
-    script = job.words[0] if job.words else ""
-    if script == "-m":
-        if len(job.words) < 2:
-            raise LaunchError("-m without a module", "-m MODULE and its flags")
-    elif not Path(script).is_file():
-        raise LaunchError(f"there is no script {script!r}", "its path from here, or -m MODULE")
+    check_script(job.words)
     for flag, value, least in (
         ("--nodes", job.num_nodes, 1),
         ("--gpus-per-node", job.gpus_per_node, 0),

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from lockstep.errors import LaunchError
+
 RECORD = "failure.json"
 PR_SET_PDEATHSIG = 1
 
@@ -41,21 +43,19 @@ def work(*words: str) -> None:
             sys.exit(status)
         leave(status)
 
-    def record(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        write_failure(folder, kind, error, trace)
-
     os._exit = exit_now
-    sys.excepthook = record
+    sys.excepthook = lambda kind, error, trace: leave_record(folder, 1, error)
     try:
         run_script(words)
     except SystemExit as finished:
-        sys.exit(exit_code(finished))
+        code = exit_code(finished)
+        if code:
+            leave_record(folder, code)
+        sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:
-        write_failure(folder, type(error), error, error.__traceback__)
+        leave_record(folder, 1, error)
         sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # a forked process would leave them out, and W&B relies on them
@@ -84,6 +84,19 @@ def keep_log(folder: Path) -> None:
         copier.stdin.close()
         # What was a file is a pipe now, which cannot seek.
         setattr(sys, name, os.fdopen(stream.fileno(), "w", buffering=1, closefd=False))
+
+
+def check_script(words: Sequence[str]) -> None:
+    """Refuse what `run_script` could not run.
+
+    Raises:
+        LaunchError: if there is no such script, or no module is named.
+    """
+    script = words[0] if words else ""
+    if script == "-m" and len(words) < 2:
+        raise LaunchError("-m without a module", "-m MODULE and its flags")
+    if script != "-m" and not Path(script).is_file():
+        raise LaunchError(f"there is no script {script!r}", "its path from here, or -m MODULE")
 
 
 def run_script(words: Sequence[str]) -> None:
@@ -121,20 +134,20 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def write_failure(
-    folder: Path, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Leave what went wrong, and when, for the launcher to find."""
-    notes = getattr(error, "__notes__", [])
-    lines = traceback.format_exception(kind, error, _own_frames(trace))
+def leave_record(folder: Path, code: int, error: BaseException | None = None) -> None:
+    """Leave how this rank failed, and when, for the launcher to find the first that did."""
     told = {
         "time": time.time(),
         "rank": int(os.environ["RANK"]),
         "host": socket.gethostname(),
-        "error": f"{kind.__name__}: {error}",
-        "notes": list(notes),
-        "traceback": "".join(lines),
+        "code": code,
+        "error": f"{type(error).__name__}: {error}" if error else "",
+        "notes": getattr(error, "__notes__", []),
+        "traceback": "",
     }
+    if error is not None:
+        frames = _own_frames(error.__traceback__)
+        told["traceback"] = "".join(traceback.format_exception(type(error), error, frames))
     path = folder / RECORD
     if not path.exists():  # the first is the cause
         path.write_text(json.dumps(told))
