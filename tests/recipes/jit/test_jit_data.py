@@ -25,8 +25,6 @@ from lockstep_recipes.jit.data import (
 from lockstep_recipes.jit.sample_data import SHAPES, make_images, make_texts
 from lockstep_recipes.jit.task import JiTTask
 
-REAL_DATA = Path(__file__).parents[3].parent / "shared" / "data" / "tiny_imagenet_20c.tar.xz"
-
 
 def write_image(path: Path, mode: str = "RGB", size: tuple[int, int] = (8, 8)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -350,9 +348,8 @@ def test_sample_texts_can_be_read_back(tmp_path: Path) -> None:
 # --- real images ----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not REAL_DATA.exists(), reason=f"no real images here: {REAL_DATA} is missing")
-def test_real_photographs_are_read(tmp_path: Path) -> None:
-    with tarfile.open(REAL_DATA) as pack:
+def test_real_photographs_are_read(shared_data: Path, tmp_path: Path) -> None:
+    with tarfile.open(shared_data / "tiny_imagenet_20c.tar.xz") as pack:
         for _ in range(12):
             member = pack.next()
             assert member is not None
