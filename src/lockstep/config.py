@@ -74,6 +74,11 @@ class CheckpointConfig(Cadence):
     name_steps: bool = False
     """Name what is saved every so many steps `checkpoint_step_N.pt`, and so keep it."""
     background: bool = True
+    sharded: bool = False
+    """Let every rank write its share of the state, in place of the first all of it."""
+    on_failed_save: Literal["stop", "go_on"] = "stop"
+    """`stop`: a save that fails ends the run, while what it lost is little. `go_on`: it warns
+    and tries again at the next one; only the last save of a run must succeed."""
 
 
 class RunConfig(BaseModel):
@@ -102,6 +107,15 @@ class RunConfig(BaseModel):
     averages: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     sync_batch_norm: bool = False
     """Let batch normalisation see the micro-batches of all ranks together."""
+    exact: bool = False
+    """Add everything up in one order, so that any number of ranks gives the same bits."""
+    num_threads: PositiveInt | None = None
+    """CPU threads of each process; unless said, torch's choice, or 1 in exact mode."""
+    on_out_of_memory: Literal["halve", "stop"] = "halve"
+    """`halve`: take the step again in micro-batches of half the size, and go on so."""
+    on_non_finite: Literal["stop", "skip", "rewind"] = "stop"
+    """A loss or gradient that is no number moves no weight. `stop`: end the run. `skip`: leave
+    the step out. `rewind`: go back to the newest checkpoint's weights and leave out all since."""
     compile: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = Field(default=1800.0, gt=0, le=MAX_TIMEOUT_S)
@@ -111,6 +125,15 @@ class RunConfig(BaseModel):
     one. `discard`: throw away what the folder holds. Or a checkpoint's path."""
     accept_changes: bool = False
     """Go on from a checkpoint although batch, rate or data have changed since."""
+
+    @model_validator(mode="after")
+    def _one_batch_norm(self) -> Self:
+        if self.exact and self.sync_batch_norm:
+            raise ValueError(
+                "exact normalises each micro-batch by itself, sync_batch_norm those of all ranks "
+                "together: set one of the two to false"
+            )
+        return self
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:

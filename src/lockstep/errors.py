@@ -51,6 +51,10 @@ class NonFiniteError(LockstepError):
     exit_code = 3
 
 
+class OutOfMemoryError(LockstepError):
+    """A step did not fit in the memory of a rank."""
+
+
 class CheckpointError(LockstepError):
     """A saved run cannot be read back, or does not belong to this one."""
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from lockstep.agreement import together
 from lockstep.data.loader import LoaderConfig, read_held_out
+from lockstep.data.order import share
+from lockstep.exact import TreeSum, sum_nodes
 from lockstep.randomness import seed_torch
 from lockstep.runtime import World
 from lockstep.step import as_partial, number
@@ -53,7 +55,8 @@ def evaluate(
     """Return the task's metrics over `data`, reduced over ranks. Collective.
 
     Sums and weights travel in float64 and are divided once, at the end: a mean
-    of means would weigh a rank's short last batch too much.
+    of means would weigh a rank's short last batch too much. They are added along one tree
+    over the batches, so that the number of ranks does not show in the last bit either.
     """
     metrics = task.metrics()
     for metric in metrics.values():
@@ -61,8 +64,21 @@ def evaluate(
         if isinstance(metric, nn.Module):
             metric.to(world.device)
 
-    def measure() -> dict[str, Tensor]:
-        local: dict[str, Tensor] = {}  # the sum, flat, and the weight behind it
+    num_leaves = -(-len(data) // batch_size)
+    places = share(num_leaves, world.rank, world.size)
+    local: dict[str, TreeSum] = {}  # of the sum, flat, and the weight behind it
+    num_added: dict[str, int] = {}
+
+    def add(name: str, index: int, blank: Tensor, *rows: Tensor) -> None:
+        """Add a row to a sum; a batch that did not measure `name` has added nothing to it."""
+        tree = local.setdefault(name, TreeSum(num_leaves))
+        for place in places[num_added.get(name, 0) : index]:
+            tree.add((0, place), [blank.clone()])
+        for row in rows:
+            tree.add((0, places[index]), [row])
+        num_added[name] = index + 1
+
+    def measure() -> None:
         for micro_batch in read_held_out(data, batch_size, world, seed, task.collate, loader):
             place = micro_batch.leaf.place
             seed_torch(world.device, seed, "torch", "evaluation", place)
@@ -77,25 +93,23 @@ def evaluate(
                 value, weight = (torch.as_tensor(n, dtype=torch.float64) for n in (value, weight))
                 local_shapes[name] = value.shape
                 row = torch.cat([value.ravel().cpu(), weight.reshape(1).cpu()])
-                local[name] = local[name] + row if name in local else row
-        return local
+                add(name, place - places.start, torch.zeros_like(row), row)
 
     local_shapes: dict[str, Sequence[int]] = {}
     with evaluating(model):
-        local = together(world, measure)
+        together(world, measure)
 
     # A rank may lack a name, or have no sample at all: all ranks line up all names.
     shapes: dict[str, Sequence[int]] = {}
     for text in world.all_texts(json.dumps(local_shapes)):
         shapes |= json.loads(text)
-    lengths = [math.prod(shape) + 1 for shape in shapes.values()]
-    blank = [torch.zeros(length, dtype=torch.float64) for length in lengths]
-    rows = [local.get(name, zeros) for name, zeros in zip(shapes, blank, strict=True)]
-    sums = torch.split(world.all_sum(torch.cat(rows)), lengths) if rows else ()
+    sums = {}
+    for name, shape in shapes.items():
+        blank = torch.zeros(math.prod(shape) + 1, dtype=torch.float64)
+        add(name, len(places), blank)
+        sums[name] = sum_nodes(local[name], blank, world)
     means = {  # what has not a single unit has no mean
-        name: (row[:-1] / row[-1]).reshape(shapes[name])
-        for name, row in zip(shapes, sums, strict=True)
-        if row[-1]
+        name: (row[:-1] / row[-1]).reshape(shapes[name]) for name, row in sums.items() if row[-1]
     }
     measured = {name: float(metric.compute()) for name, metric in metrics.items()}
     return {**task.derive(means), **measured}

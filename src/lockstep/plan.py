@@ -61,6 +61,13 @@ class BatchPlan:
     leaves_per_step: int
     samples_per_epoch: int
     world_size: int
+    halvings: int = 0
+    """How often leaves have been cut in two since, for want of memory."""
+
+    @property
+    def leaf_size(self) -> int:
+        """Return the samples of one leaf: the batch size, unless it was cut."""
+        return -(-self.batch_size // (1 << self.halvings))
 
     @property
     def total_batch(self) -> int:
@@ -75,7 +82,7 @@ class BatchPlan:
     @property
     def accumulate(self) -> int:
         """Return the most micro-batches a rank computes in one step."""
-        return math.ceil(self.leaves_per_step / self.world_size)
+        return math.ceil(math.ceil(self.global_batch / self.leaf_size) / self.world_size)
 
     @property
     def steps_per_epoch(self) -> int:

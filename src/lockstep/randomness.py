@@ -42,12 +42,17 @@ def seed_torch(device: torch.device, *key: int | str) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
-def seed_all(*key: int | str) -> None:
-    """Seed torch, NumPy and Python's `random` alike."""
+def seed_others(*key: int | str) -> None:
+    """Seed NumPy and Python's `random`."""
     seed = derive_seed(*key)
-    torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+def seed_all(*key: int | str) -> None:
+    """Seed torch, NumPy and Python's `random` alike."""
+    torch.default_generator.manual_seed(derive_seed(*key))
+    seed_others(*key)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import StepBatch
 from lockstep.data.reader import is_stream
+from lockstep.numerics import changes
 from lockstep.observe.console import Console
 from lockstep.observe.events import EventLog
 from lockstep.observe.sinks import Sinks
@@ -104,7 +105,7 @@ class Record:
         run, progress, plan = self.run, self.run.progress, self.run.contract.plan
         epoch, seen = progress.consumed // plan.samples_per_epoch, self.sum_ledger()
         expected = Ledger.of_epoch(run.loader.order, plan, epoch - 1)
-        loss_sum, weight = progress.epoch["loss"]
+        loss_sum, weight = progress.epoch.get("loss", (0.0, 1.0))  # or every step was left out
         verdict = "each once" if seen == expected else "NOT each once"
         self.events.write(
             "epoch",
@@ -141,6 +142,13 @@ def banner(run: Run) -> list[str]:
             "the training data are a stream: read in the order it comes, from its start again "
             "when it ends; every rank reads all of it, and a resume reads up to where it was"
         )
+    if run.config.exact:
+        lines.append(
+            f"exact: {', '.join(f'{name} {value}' for name, value in run.numerics.items())}"
+        )
+    before = run.resumed_from.meta.get("numerics", {}) if run.resumed_from else {}
+    if run.config.exact and before and (changed := changes(before, run.numerics)):
+        lines.append(f"warning: the bits may differ from here on: {', '.join(changed)}")
     if not run.model.training:
         lines.append("warning: the model comes in evaluation mode and is trained in it")
     if run.resumed_from is not None and run.progress.step >= total_steps:

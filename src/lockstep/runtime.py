@@ -16,16 +16,21 @@ import socket
 import sys
 import time
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket as GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.detect import Launch, detect_launch
 from lockstep.errors import LaunchError
 from lockstep.gradients import gather_over_ranks, sum_over_ranks
+
+if TYPE_CHECKING:
+    from lockstep.exact import LeafSum
 
 MAX_TIMEOUT_S = 1e8
 """Three years: more than any collective should take, and what a timer can hold."""
@@ -34,6 +39,11 @@ MAX_TIMEOUT_S = 1e8
 def is_rehearsal() -> bool:
     """Say whether LOCKSTEP_REHEARSAL=1 asks for the run in miniature."""
     return os.environ.get("LOCKSTEP_REHEARSAL", "0") not in ("", "0")
+
+
+def default_variable(name: str, value: str) -> None:
+    """Set an environment variable that nobody has set, for libraries that read no other way."""
+    os.environ.setdefault(name, value)
 
 
 def launched() -> Launch:
@@ -208,11 +218,11 @@ class World:
         """Say whether this is the rank that prints and writes for all."""
         return self.rank == 0
 
-    def replicate(self, model: nn.Module) -> nn.Module:
+    def replicate(self, model: nn.Module, leaf_sum: "LeafSum | None" = None) -> nn.Module:
         """Put `model` on this rank's device and keep its gradients alike on all ranks."""
         from lockstep.parallel import replicate
 
-        return replicate(model, self)
+        return replicate(model, self, leaf_sum)
 
     def all_sum(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks. Collective."""
@@ -265,14 +275,44 @@ class World:
     def _group(self, value: Tensor) -> Any:
         return self._host if value.device.type == "cpu" else None
 
-    def all_parts(self, local: Tensor) -> list[Tensor]:
-        """Return every rank's rows, in rank order, without gradients. Collective."""
-        lengths = self.all_lengths(len(local))
+    def all_parts(self, local: Tensor, lengths: list[int] | None = None) -> list[Tensor]:
+        """Return every rank's rows, in rank order, without gradients. Collective.
+
+        Give `lengths`, where all ranks know how many rows each has, to spare asking.
+        """
+        if self.size == 1:
+            return [local]
+        lengths = lengths or self.all_lengths(len(local))
         padded = local.new_zeros((max(lengths), *local.shape[1:]))
         padded[: len(local)] = local
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._group(padded))
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Start averaging a bucket of gradients over ranks. Collective."""
+        return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+    def exchange(
+        self, sent: Tensor, lengths: list[int]
+    ) -> tuple[Tensor, torch.futures.Future[Any]]:
+        """Send row r of `sent` to rank r; return what arrives, one rank's after the other's.
+
+        `lengths` says how many numbers each rank sends here. The result is to be read when the
+        future is there. Collective.
+        """
+        received = sent.new_empty(sum(lengths))
+        flat, even = sent.flatten(), [sent[0].numel()] * self.size
+        work = dist.all_to_all_single(
+            received, flat, lengths, even, group=self._group(sent), async_op=True
+        )
+        return received, work.get_future()
+
+    def all_pieces(self, piece: Tensor) -> Tensor:
+        """Concatenate pieces of one length over ranks. Collective."""
+        whole = piece.new_empty(self.size * piece.numel())
+        dist.all_gather(list(whole.chunk(self.size)), piece, group=self._group(piece))
+        return whole
 
 
 def leave_process(code: int) -> NoReturn:

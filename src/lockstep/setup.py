@@ -5,6 +5,7 @@ optimizer, checkpoint. Does not own: what happens then; that is the trainer's.
 """
 
 import json
+import logging
 import platform
 import shutil
 from contextlib import ExitStack
@@ -22,16 +23,28 @@ from lockstep.batch_norm import synchronise_batch_norm
 from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock, load_model_state
 from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
-from lockstep.data.loader import Loader, StepBatch, plan_for
+from lockstep.data.loader import Loader, StepBatch
 from lockstep.data.reader import is_stream
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
+from lockstep.exact import LeafSum
+from lockstep.numerics import fingerprint, settle_numerics
 from lockstep.parallel import bare, replicate
-from lockstep.plan import Contract, resume_contract, scaled_rate
+from lockstep.plan import Contract
 from lockstep.randomness import seed_all
 from lockstep.rehearsal import rehearsed
+from lockstep.resuming import (
+    agree_on_contract,
+    agree_to_go_on,
+    changed_data,
+    changed_settings,
+    choose_checkpoint,
+    take_prints,
+)
 from lockstep.runtime import World
 from lockstep.step import StepReport
 from lockstep.task import Task
+
+_log = logging.getLogger("lockstep")
 
 
 @dataclass
@@ -47,10 +60,12 @@ class Progress:
     epoch: dict[str, Tensor] = field(default_factory=dict)
     """Since the epoch began: likewise."""
 
-    def take(self, report: StepReport, batch: StepBatch) -> None:
-        """Count one finished step; nothing here waits for the device."""
+    def take(self, report: StepReport | None, batch: StepBatch) -> None:
+        """Count one finished step, or one that was left out; nothing here waits for the device."""
         self.step = batch.step + 1
         self.consumed = batch.consumed
+        if report is None:
+            return
         pairs = {"loss": (report.loss_sum, report.weight), **report.parts}
         for name, pair in pairs.items():
             pair_sums = torch.stack(pair)
@@ -90,6 +105,13 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     resumed_from: Checkpoint | None = None
     rejected: list[tuple[Path, str]] = field(default_factory=list)
+    prints: dict[str, Any] = field(default_factory=dict)
+    """What the data held when the run began, on the first rank."""
+    leaf_sum: LeafSum | None = None
+    """In exact mode, what adds up."""
+    numerics: dict[str, str] = field(default_factory=dict)
+    broken: Tensor | None = None
+    """On a GPU, the first step that was no longer arithmetic, or -1; see `train_step`."""
 
     def parts(self) -> dict[str, Any]:
         """Return all that a resumed run needs, by name."""
@@ -102,16 +124,69 @@ class Run:
             **({"scaler": self.scaler.state_dict()} if self.scaler else {}),
         }
 
+    def meta(self, progress: Progress) -> dict[str, Any]:
+        """Return what a checkpoint says of the run beside its tensors."""
+        return {
+            "world_size": self.world.size,
+            "contract": self.contract.to_json(),
+            "consumed": progress.consumed,
+            "ledger": str(progress.ledger),
+            "epochs_completed": progress.consumed // self.contract.plan.samples_per_epoch,
+            "config": self.config.model_dump(mode="json"),
+            "task": self.task.settings(),
+            "data": self.prints,
+            "versions": versions(),
+            "numerics": self.numerics,
+        }
+
+    def keep_evidence(self, step: int) -> Path:
+        """Save the present weights as those that `step` updates left, where no resume looks."""
+        store = CheckpointStore(
+            Path(self.config.output_dir) / "non_finite", keep_last=None, recipe=self.task.name
+        )
+        if self.world.is_first:
+            plan, loader = self.contract.plan, self.loader
+            consumed = loader.consumed_before(step)
+            epoch, into = divmod(consumed, plan.samples_per_epoch)
+            ledger = Ledger.of_epoch(loader.order, plan, epoch, into)
+            progress = Progress(step, consumed, self.progress.best, ledger)
+            parts = {**self.parts(), "progress": progress.state()}
+            store.save(step, parts, {**self.meta(progress), "names": [], "metrics": {}})
+        return store.path(step)
+
     def set_rate(self, factor: float) -> None:
         """Give every parameter group its base rate times `factor`."""
         for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = base * factor
 
+    def replicate(self) -> None:
+        """Spread the model over ranks, or do so anew after a step that failed. Collective."""
+        self.model = replicate(bare(self.model), self.world, self.leaf_sum)
+
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take back what `parts` returned; the task's own part came before the model."""
+        self._restore_weights(checkpoint)
+        self.progress = Progress.from_state(checkpoint.load("progress"), self.world.device)
+        self.progress.consumed = self._consumed_now(checkpoint)
+        self.loader.seek(self.progress.step, self.progress.consumed)
+        self.resumed_from = checkpoint
+
+    def rewind(self) -> int:
+        """Take back the weights of the newest checkpoint, but not its place in the data.
+
+        Returns:
+            Its step.
+        """
+        checkpoint, _ = self.store.latest()
+        if checkpoint is None:
+            raise NonFiniteError("there is no checkpoint to rewind to", "checkpoint.every_steps")
+        self._restore_weights(checkpoint)
+        return checkpoint.step
+
+    def _restore_weights(self, checkpoint: Checkpoint) -> None:
+        """Take back model, optimizer, averages and scaler."""
         load_model_state(bare(self.model), checkpoint.load("model"))
         self._load_optimizer(checkpoint.load("optimizer"))
-        self.progress = Progress.from_state(checkpoint.load("progress"), self.world.device)
         for decay in self.config.averages:
             name = f"average_{decay}"
             saved = [p.partition("_")[2] for p in checkpoint.parts if p.startswith("average_")]
@@ -123,9 +198,6 @@ class Run:
             self.averages.load_state(decay, checkpoint.load(name))
         if self.scaler and "scaler" in checkpoint.parts:
             self.scaler.load_state_dict(checkpoint.load("scaler"))
-        self.progress.consumed = self._consumed_now(checkpoint)
-        self.loader.seek(self.progress.step, self.progress.consumed)
-        self.resumed_from = checkpoint
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """Take back the optimizer's state, but not silently its old settings."""
@@ -140,6 +212,10 @@ class Run:
             raise CheckpointError(
                 f"the optimizer's saved state does not fit: {error}", "the same parameter groups"
             ) from error
+        for parameter, kept in self.optimizer.state.items():
+            for name, value in kept.items():  # files hold rows; a fused optimizer wants the layout
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         for group, wanted in zip(self.optimizer.param_groups, asked, strict=True):
             changed = {name: value for name, value in wanted.items() if group[name] != value}
             if changed and not self.config.accept_changes:
@@ -167,6 +243,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     folder = Path(config.output_dir)
     settings = config.model_dump_json(exclude={"output_dir"}) + json.dumps(task.settings())
     check_alike("settings", settings, world)
+    settle_numerics(config, world.device, stack)
     together(world, lambda: _take_folder(folder, world, stack))
     data = together(world, task.train_data)
     held_out = together(world, lambda: _held_out(task))
@@ -178,8 +255,18 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
     found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
     check_alike("checkpoints to go on from", found, world)
+    prints = take_prints(data, held_out, config.seed, checkpoint) if world.is_first else {}
     contract = together(
-        world, lambda: agree_on_contract(config, data, world.size, checkpoint, task.gathers)
+        world,
+        lambda: agree_to_go_on(
+            checkpoint,
+            config,
+            changed_settings(checkpoint, config, task.settings(), task.may_change)
+            + changed_data(checkpoint, prints, {"training": data, "held-out": held_out}),
+            lambda: agree_on_contract(
+                config, data, world.size, checkpoint, task.gathers and not config.exact
+            ),
+        ),
     )
     if checkpoint is not None:  # before the model: a vocabulary may size its embedding
         together(world, lambda: task.load_state(checkpoint.load("task")))
@@ -225,13 +312,19 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         autocast=torch.autocast(world.device.type, precision) if precision else None,
         store=store,
         rejected=rejected,
+        prints=prints,
     )
     if checkpoint is not None:
         together(world, lambda: run.restore(checkpoint))
         together(world, lambda: _settle(store, checkpoint, world))
     if config.compile:
         task.compile(model)
-    run.model = replicate(model, world)
+    if config.exact:
+        run.leaf_sum = LeafSum(model, world, task.gathers)
+    run.numerics = fingerprint(world.device)
+    if world.device.type == "cuda" and config.on_non_finite == "stop":
+        run.broken = torch.full((), -1, dtype=torch.int64, device=world.device)
+    run.replicate()
     return run
 
 
@@ -281,29 +374,6 @@ def _length(data: Any) -> str:
     return "none" if data is None else "a stream" if is_stream(data) else str(len(data))
 
 
-def choose_checkpoint(
-    store: CheckpointStore, resume: str
-) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-    """Return the checkpoint to go on from, and why newer ones were passed over."""
-    if resume == "discard":
-        return None, []
-    if resume not in ("auto", "never"):
-        return store.open(resume), []
-    checkpoint, rejected = store.latest()
-    if resume == "never" and (checkpoint or rejected):
-        found = checkpoint.path if checkpoint else rejected[0][0]
-        raise ConfigError(
-            f"{found} is from an earlier run, and resume is 'never'",
-            "resume=auto to go on with it, or another output_dir",
-        )
-    if checkpoint is None and rejected:
-        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected)
-        raise CheckpointError(
-            f"no checkpoint in {store.folder} is whole ({reasons})", "another output_dir"
-        )
-    return checkpoint, rejected
-
-
 def check_alike(what: str, local: str, world: World) -> None:
     """Refuse a run whose ranks do not agree on something they must share. Collective."""
     said = world.all_texts(local)
@@ -320,43 +390,6 @@ def _around_difference(a: str, b: str) -> tuple[str, str]:
     """Return both texts, cut to where they part."""
     start = max(0, next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0) - 30)
     return a[start : start + 60], b[start : start + 60]
-
-
-def agree_on_contract(
-    config: RunConfig,
-    data: Any,
-    world_size: int,
-    checkpoint: Checkpoint | None = None,
-    gathers: bool = False,
-) -> Contract:
-    """Return the batch and rate contract: fresh, or the checkpoint's on this many ranks."""
-    plan = plan_for(data, config.batch, world_size)
-    effective = scaled_rate(config.rate, world_size, plan.global_batch)
-    fresh = Contract(plan, config.rate.lr, config.rate.lr_scaling, effective, config.seed)
-    if checkpoint is None:
-        return fresh
-    if "contract" not in checkpoint.meta:
-        raise CheckpointError(
-            f"{checkpoint.path} was saved by a loop of its own", "that loop, or another output_dir"
-        )
-    stored = Contract.from_json(checkpoint.meta["contract"])
-    asked = config.batch.global_batch_size
-    if asked is not None and not config.accept_changes and asked != stored.plan.global_batch:
-        raise ConfigError(
-            f"the checkpoint was trained with global_batch_size {stored.plan.global_batch}, "
-            f"this run asks for {asked}",
-            "the old number, or accept_changes=true to go on with the new one",
-        )
-    agreed, was = resume_contract(stored, fresh, config.accept_changes), stored.plan
-    # The same global batch on other ranks is another loss here: fewer samples meet at a time.
-    if gathers and agreed.plan.total_batch != was.total_batch and not config.accept_changes:
-        raise ConfigError(
-            f"the loss compares the samples of all ranks: the checkpoint was trained with "
-            f"{was.total_batch} at a time ({was.batch_size} x {was.world_size} ranks), this run "
-            f"would have {agreed.plan.total_batch}",
-            f"{was.world_size} ranks, or accept_changes=true",
-        )
-    return agreed
 
 
 def choose_precision(wanted: str, device: torch.device) -> torch.dtype | None:

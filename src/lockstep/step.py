@@ -18,8 +18,12 @@ from torch.optim import Optimizer
 
 from lockstep.data.loader import StepBatch
 from lockstep.data.reader import MicroBatch
-from lockstep.parallel import local_gradients
-from lockstep.randomness import seed_torch
+from lockstep.exact import LeafSum
+from lockstep.meeting import Meeting, meet
+from lockstep.memory import fit_together
+from lockstep.non_finite import move
+from lockstep.parallel import bare, begin_exchanges, local_gradients
+from lockstep.randomness import seed_others, seed_torch
 from lockstep.runtime import World
 from lockstep.task import Context, PartialLoss
 
@@ -37,6 +41,8 @@ class StepReport:
     weight: Tensor
     grad_norm: Tensor
     parts: dict[str, tuple[Tensor, Tensor]]
+    local_rows: Tensor
+    """For each of this rank's micro-batches: loss, weight, then each part's pair, by name."""
 
     @property
     def loss(self) -> Tensor:
@@ -61,49 +67,118 @@ def train_step(
     max_grad_norm: float | None = None,
     autocast: AbstractContextManager[Any] | None = None,
     scaler: GradScaler | None = None,
+    leaf_sum: LeafSum | None = None,
+    broken: Tensor | None = None,
+    agree_on_memory: bool = False,
 ) -> StepReport:
-    """Move the weights once, along the gradient of the mean over the global batch. Collective."""
-    totals = all_weights(weights, batch, world, seed) if weights else {}
-    rows = []
-    for index, micro_batch in enumerate(batch.micro_batches):
-        place = micro_batch.leaf.place
-        seed_torch(world.device, seed, "torch", batch.step, place)  # dropout and the like
-        context = Context(world, seed, batch.step, place, counts=micro_batch.counts, weights=totals)
-        is_last = index == len(batch.micro_batches) - 1
-        with nullcontext() if is_last else local_gradients(model):
-            with autocast or nullcontext():
-                part = as_partial(loss(model, micro_batch.data, context), micro_batch, bool(totals))
-            (scaler.scale(part.loss_sum) if scaler else part.loss_sum).backward()  # type: ignore[no-untyped-call]
-        rows.append(_row(part))
+    """Move the weights once, along the gradient of the mean over the global batch. Collective.
+
+    A step whose loss or gradient is no number moves nothing.
+
+    Args:
+        leaf_sum: Adds up alike for every number of ranks; `model` was replicated with it.
+        broken: A number on the device, -1, which becomes the first step that was no longer
+            arithmetic; no step after it moves anything. It spares asking the device each time.
+        agree_on_memory: What does not fit on one rank fails on all. Not for a loss that itself
+            talks to other ranks.
+
+    Raises:
+        OutOfMemoryError: on all ranks; nothing has moved. Replicate the model anew.
+    """
+    totals = all_weights(weights, batch, world, seed, leaf_sum) if weights else {}
+    work = _Backward(loss, model, batch, world, totals, seed, autocast, scaler, leaf_sum)
+    rows, names = fit_together(work, model, world) if agree_on_memory else work()
 
     # One collective carries every sum: a second one would be a second place
     # where a rank that took a different branch keeps the others waiting.
-    sums = world.all_sum(torch.stack(rows).sum(dim=0))
+    local_rows = torch.stack(rows)
+    sums = leaf_sum.total(rows, batch) if leaf_sum else world.all_sum(local_rows.sum(dim=0))
+    if leaf_sum:
+        leaf_sum.finish()
     loss_sum, weight = sums[0], torch.ones_like(sums[1]) if totals else sums[1]
 
-    # Ranks hold the *average* of the summed gradients; times size / weight, it is
-    # the gradient of the global mean. No unit at all leaves no gradient.
+    # Ranks hold the *average* of the summed gradients, or with `leaf_sum` the sum; times
+    # size / weight, it is the gradient of the global mean. No unit at all leaves no gradient.
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     if scaler:
         scaler.unscale_(optimizer)
-    scale = torch.where(weight > 0, world.size / weight, 0.0)
+    scale = torch.where(weight > 0, (1 if leaf_sum else world.size) / weight, 0.0)
     grad_norm = torch.nn.utils.get_total_norm(grads).double() * scale  # before clipping
     if max_grad_norm is not None:
         scale = scale * (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, scale.to(grads[0].dtype))
 
-    if scaler:
+    pairs = zip(sums[2::2], sums[3::2], strict=True)
+    parts = dict(zip(names, pairs, strict=True))
+    report = StepReport(loss_sum, weight, grad_norm, parts, local_rows)
+    if scaler:  # it looks for itself, and scales down
         scaler.step(optimizer)
         scaler.update()
     else:
-        optimizer.step()
+        move(optimizer, ~report.finite, batch.step, broken)
     optimizer.zero_grad(set_to_none=True)
-    names = sorted(part.parts)
-    pairs = zip(sums[2::2], sums[3::2], strict=True)
-    return StepReport(loss_sum, weight, grad_norm, dict(zip(names, pairs, strict=True)))
+    return report
 
 
-def all_weights(weights: Weights, batch: StepBatch, world: World, seed: int) -> dict[str, Tensor]:
+@dataclass
+class _Backward:
+    """The forward and backward passes of a step's micro-batches on this rank."""
+
+    loss: Loss
+    model: nn.Module
+    batch: StepBatch
+    world: World
+    totals: dict[str, Tensor]
+    seed: int
+    autocast: AbstractContextManager[Any] | None
+    scaler: GradScaler | None
+    leaf_sum: LeafSum | None
+
+    def __call__(self) -> tuple[list[Tensor], list[str]]:
+        """Leave gradients on the model; return a row of numbers for each micro-batch."""
+        rows, leaf_sum, last = [], self.leaf_sum, len(self.batch.micro_batches) - 1
+        begin_exchanges(self.model)
+        if leaf_sum:
+            leaf_sum.begin(self.batch.num_leaves)
+        meetings = []
+        if leaf_sum and leaf_sum.gathers:
+            meetings = meet(self.part, bare(self.model), self.batch, self.world)
+        for index, micro_batch in enumerate(self.batch.micro_batches):
+            keeping = leaf_sum.leaf(micro_batch, index == last) if leaf_sum else nullcontext()
+            meeting = meetings[index] if meetings else None
+            with nullcontext() if index == last else local_gradients(self.model), keeping:
+                part = self.part(self.model, micro_batch, meeting)
+                total = part.loss_sum + meeting.owed if meeting else part.loss_sum
+                (self.scaler.scale(total) if self.scaler else total).backward()  # type: ignore[no-untyped-call]
+            rows.append(_row(part))
+        return rows, sorted(part.parts)
+
+    def part(
+        self, model: nn.Module, micro_batch: MicroBatch, meeting: Meeting | None = None
+    ) -> PartialLoss:
+        """Return the loss of a micro-batch, with the random streams of its place."""
+        place = micro_batch.leaf.place
+        seed_torch(self.world.device, self.seed, "torch", self.batch.step, place)  # dropout, say
+        if self.leaf_sum:
+            seed_others(self.seed, "others", self.batch.step, place)
+        context = Context(
+            self.world,
+            self.seed,
+            self.batch.step,
+            place,
+            counts=micro_batch.counts,
+            weights=self.totals,
+            meeting=meeting,
+            exact=self.leaf_sum is not None,
+        )
+        with self.autocast or nullcontext():
+            result = self.loss(model, micro_batch.data, context)
+            return as_partial(result, micro_batch, bool(self.totals))
+
+
+def all_weights(
+    weights: Weights, batch: StepBatch, world: World, seed: int, leaf_sum: LeafSum | None = None
+) -> dict[str, Tensor]:
     """Return the step's total weight of each term of the loss. Collective."""
     rows = []
     for micro_batch in batch.micro_batches:
@@ -113,7 +188,8 @@ def all_weights(weights: Weights, batch: StepBatch, world: World, seed: int) -> 
             return {}
         numbers = [number(n, world.device) for n in counted.values()]
         rows.append(torch.stack(numbers) * micro_batch.counts)
-    totals = world.all_sum(torch.stack(rows).sum(dim=0))
+    local = torch.stack(rows).sum(dim=0)
+    totals = leaf_sum.total(rows, batch) if leaf_sum else world.all_sum(local)
     # A term without a unit in the whole step is a sum of nothing: 0 / 1.
     return dict(zip(counted, torch.where(totals > 0, totals, 1.0), strict=True))
 

@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 from lockstep.data.order import Order
 from lockstep.errors import ConfigError
+from lockstep.meeting import Meeting
 from lockstep.plan import Contract
 from lockstep.randomness import keyed_generator
 from lockstep.runtime import World
@@ -52,6 +53,9 @@ class Context:
     """Whether this micro-batch adds to the step, or only keeps its rank in company."""
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     """What `Task.weights` counted, summed over the whole step; never 0, so divide by it."""
+    meeting: Meeting | None = None
+    """In exact mode, the other leaves of the step, whatever ranks have them."""
+    exact: bool = False
 
     def generator(self, stream: str) -> torch.Generator:
         """Return the random stream called `stream` of this micro-batch.
@@ -64,17 +68,29 @@ class Context:
         return keyed_generator(self.world.device, self.seed, stream, step, self.place)
 
     def gather(self, local: Tensor) -> Tensor:
-        """Concatenate `local` over all ranks, in rank order, carrying gradients. Collective."""
+        """Concatenate `local` over all ranks, in rank order, carrying gradients. Collective.
+
+        In exact mode: over all micro-batches of the step, one row for each sample.
+        """
+        if self.meeting:
+            return self.meeting.gather(local)
         self._check_gather()
         return self.world.all_gather(local if self.counts else local[:0])
 
     def gather_start(self, local: Tensor) -> int:
         """Return the row at which `gather(local)` holds this rank's rows. Collective."""
+        if self.meeting:
+            return self.meeting.start
         self._check_gather()
         lengths = self.world.all_lengths(len(local) if self.counts else 0)
         return sum(lengths[: self.world.rank])
 
     def _check_gather(self) -> None:
+        if self.exact:
+            raise ConfigError(
+                "the loss gathers, and its task does not say so beforehand, as exact mode needs",
+                "gathers = True in the task",
+            )
         if not self.training and self.world.size > 1:
             raise ConfigError(
                 "a gather in evaluation: ranks hold different numbers of held-out batches",
@@ -90,6 +106,10 @@ class Task:
     gathers: bool = False
     """The loss compares the samples of all ranks of a micro-batch. A run then goes on with the
     same number of them (batch_size x ranks) only: with another, it would be another loss."""
+
+    may_change: tuple[str, ...] = ()
+    """Which of `settings` may change before a run goes on, by their dotted names: where data lie,
+    what is drawn. Any other that has changed is refused."""
 
     def settings(self) -> dict[str, Any]:
         """Return what the task was built with, as JSON has it: recorded, and alike on all ranks."""

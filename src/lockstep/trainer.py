@@ -13,19 +13,20 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-import torch
-
 from lockstep.agreement import raise_together, together
-from lockstep.checkpoint import BackgroundWriter, snapshot
 from lockstep.config import Cadence, RunConfig
 from lockstep.data.loader import StepBatch
-from lockstep.errors import CheckpointError, ConfigError, LockstepError, NonFiniteError
+from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError
 from lockstep.evaluation import evaluate
+from lockstep.memory import halve
+from lockstep.non_finite import LeftOut, is_finite
+from lockstep.numerics import raise_if_not_deterministic
 from lockstep.parallel import bare, follow_first
 from lockstep.record import Record
 from lockstep.runtime import World
+from lockstep.saver import Saver
 from lockstep.schedule import build_schedule
-from lockstep.setup import Run, check_alike, prepare, versions
+from lockstep.setup import Run, check_alike, prepare
 from lockstep.signals import EXIT_CODES, StopSignals
 from lockstep.step import StepReport, train_step
 from lockstep.task import Context, Task
@@ -60,27 +61,16 @@ def fit(task: Task, config: RunConfig) -> RunResult:
         schedule = build_schedule(config.schedule, loader.plan.steps_per_epoch, loader.total_steps)
         for batch in trainer.steps():
             run.set_rate(schedule(batch.step))
-            report = train_step(
-                task.loss,
-                run.model,
-                run.optimizer,
-                batch,
-                world,
-                weights=task.weights,
-                seed=config.seed,
-                max_grad_norm=config.max_grad_norm,
-                autocast=run.autocast,
-                scaler=run.scaler,
-            )
-            trainer.took(report, batch)
+            trainer.step(batch)
         return trainer.finish()
 
 
 class Trainer:
     """Takes a prepared run through its steps. The steps themselves are the caller's.
 
-    A loop is `for batch in trainer.steps()`, a step and `trainer.took(report, batch)` in
-    it, and `trainer.finish()` after it. `fit` is such a loop; docs/own_loop.md shows another.
+    A loop is `for batch in trainer.steps()`, in it `trainer.step(batch)`, or a step of one's own
+    and `trainer.took(report, batch)`, and `trainer.finish()` after it. `fit` is such a loop;
+    docs/own_loop.md shows another.
 
     Args:
         run: From `prepare`.
@@ -94,17 +84,17 @@ class Trainer:
     ) -> None:
         self.run = run
         self.signals = signals
-        self.writer: BackgroundWriter = BackgroundWriter()
-        stack.callback(self.writer.close)
         self.record = Record(run, stack, also_say)
         self.events = self.record.events
+        self.saver = Saver(run, self.record, stack)
+        self.left_out = LeftOut(run, self.events)
         self.metrics: dict[str, float] = {}
         self.report: StepReport | None = None
         self.stopped_by = 0
         """The exit code of the signal that ended the steps early."""
         self.evaluated_step: int | None = None
-        self.saved_step = run.progress.step if run.resumed_from else None
         self._num_new = 0
+        self._again = False
         self._began = time.monotonic()
         stack.push(self._say_where)
 
@@ -125,32 +115,77 @@ class Trainer:
             if self.stopped_by:
                 return
             assert isinstance(upcoming, StepBatch)
+            self._again = False
             yield upcoming
-            if progress.step != upcoming.step + 1:
-                raise RuntimeError("a loop over steps() calls took(report, batch) for each")
+            if self._again:
+                batches = iter(run.loader)
+            elif progress.step != upcoming.step + 1:
+                raise RuntimeError(
+                    "a loop over steps() calls step(batch) or took(report, batch) for each"
+                )
             upcoming = self._fetch(batches)  # while the device is still busy
-            throughput.step_done(plan.global_batch)
-            if run.world.device.type == "cpu":  # on a GPU, asking would mean waiting
-                self._check_finite()
-            self._once_in_a_while()
+            if not self._again:
+                throughput.step_done(plan.global_batch)
+                self._once_in_a_while()
+
+    def step(self, batch: StepBatch) -> None:
+        """Take a step with the run's own loss and settings, and count it. Collective.
+
+        What does not fit in memory is taken again in pieces of half the size.
+        """
+        run, config = self.run, self.run.config
+        is_alone = run.world.size == 1 or not (run.task.gathers or config.sync_batch_norm)
+        try:
+            report = train_step(
+                run.task.loss,
+                run.model,
+                run.optimizer,
+                batch,
+                run.world,
+                weights=run.task.weights,
+                seed=config.seed,
+                max_grad_norm=config.max_grad_norm,
+                autocast=run.autocast,
+                scaler=run.scaler,
+                leaf_sum=run.leaf_sum,
+                broken=run.broken,
+                agree_on_memory=is_alone and config.on_out_of_memory == "halve",
+            )
+        except OutOfMemoryError as error:
+            problem = error.problem
+        except RuntimeError as error:
+            raise_if_not_deterministic(error)
+            raise
+        else:
+            self.took(report, batch)
+            return
+        halve(run, problem, self.events)  # out here: an error holds on to what filled the memory
+        self._again = True
 
     def took(self, report: StepReport, batch: StepBatch) -> None:
-        """Count a finished step; nothing here waits for the device. Collective."""
+        """Count a finished step; on a GPU nothing here waits for it. Collective."""
         run, before = self.run, self.run.progress.consumed
         if self.report is None:
             check_alike("parts of the loss", " ".join(sorted(report.parts)), run.world)
         self.report = report
-        run.progress.take(report, batch)
+        if run.broken is None and not is_finite(report, run):
+            self.saver.settle()
+            self.left_out.add(report, batch.step)
+            run.progress.take(None, batch)
+        else:
+            run.progress.take(report, batch)
+            run.averages.update(run.progress.step)
         self._num_new = run.progress.consumed - before
-        run.averages.update(run.progress.step)
         self.record.enter(batch)
 
     def finish(self) -> RunResult:
         """Save what is not saved yet, and say how the run ended. Collective."""
         step = self.run.progress.step
-        if self.saved_step != step:
+        self.saver.settle()
+        self.saver.is_last = True
+        if self.saver.saved_step != step:
             self._save()
-        together(self.run.world, self.writer.wait)
+        self.saver.settle()
         if self.stopped_by:
             name = {code: number.name for number, code in EXIT_CODES.items()}[self.stopped_by]
             self.events.write("stop", step, reason=name, exit_code=self.stopped_by)
@@ -184,17 +219,14 @@ class Trainer:
     def _agree(self, upcoming: object) -> int:
         """Return the exit code to stop with, or 0; raise on all ranks what one of them met."""
         problem = upcoming if isinstance(upcoming, LockstepError) else None
-        try:
-            self.writer.poll()
-        except LockstepError as error:
-            problem = error
         world = self.run.world
-        votes = (problem is not None, isinstance(problem, CheckpointError))
-        stop, failed, cannot_save = world.all_max(self.signals.exit_code, *map(int, votes))
+        votes = (problem is not None, *self.saver.votes)
+        stop, failed, lost, busy = world.all_max(self.signals.exit_code, *map(int, votes))
+        self.saver.heed(lost, busy)
         if failed:
-            if not cannot_save and self.saved_step != self.run.progress.step:
+            if self.saver.saved_step != self.run.progress.step:
                 self._save()  # the steps that were good are not lost
-                together(world, self.writer.wait)
+            self.saver.settle()
             raise_together(world, problem)
         return stop
 
@@ -202,21 +234,6 @@ class Trainer:
         progress, per_epoch = self.run.progress, self.run.contract.plan.samples_per_epoch
         epochs = Fraction(progress.consumed, per_epoch)
         return when.is_due(progress.step, epochs, Fraction(self._num_new, per_epoch))
-
-    def _check_finite(self) -> None:
-        """Raise, on all ranks alike, when the last step was no longer arithmetic."""
-        report = self.report
-        if report is None:
-            return
-        # With a scaler an overflowing gradient is routine: it skips the step and scales down.
-        finite = torch.isfinite(report.loss_sum) if self.run.scaler else report.finite
-        if not bool(finite):
-            raise NonFiniteError(
-                f"step {self.run.progress.step}: loss {float(report.loss):g}, gradient norm "
-                f"{float(report.grad_norm):g}; nothing of it was saved",
-                "a lower learning rate, a longer warm-up, or precision=fp32; "
-                "the newest checkpoint is from before",
-            )
 
     def _evaluate(self) -> bool:
         """Evaluate the weights and their first average; say if they are the best. Collective."""
@@ -263,47 +280,17 @@ class Trainer:
         return config.evaluation.save_best and self._is_best()
 
     def _save(self, is_best: bool = False) -> None:
-        """Copy the state of the run to host memory and let the writer store it. Collective."""
+        """Save the run as it stands, with what an evaluation of this step found. Collective."""
         self._check_finite()
-        began = time.monotonic()
-        run, plan = self.run, self.run.contract.plan
-        step = self.saved_step = run.progress.step
-        self.record.sum_ledger()
-        names = ["best_model.pt"] if is_best else []
-        epochs, into_epoch = divmod(run.progress.consumed, plan.samples_per_epoch)
-        saving = run.config.checkpoint
-        if not into_epoch and saving.name_epochs:
-            names.append(f"checkpoint_epoch_{epochs}.pt")
-        if saving.name_steps and saving.every_steps and step % saving.every_steps == 0:
-            names.append(f"checkpoint_step_{step}.pt")
-        meta = {
-            "world_size": run.world.size,
-            "contract": run.contract.to_json(),
-            "consumed": run.progress.consumed,
-            "ledger": str(run.progress.ledger),
-            "epochs_completed": epochs,
-            "names": names,
-            "metrics": self.metrics if self.evaluated_step == step else {},
-            "config": run.config.model_dump(mode="json"),
-            "versions": versions(),
-        }
-        parts = together(run.world, lambda: snapshot(run.parts()) if run.world.is_first else {})
-        # Written before the checkpoint can exist: a resume from it must find this in the record.
-        path = str(run.store.path(step))
-        self.events.write("checkpoint", step, path=path, stall_s=time.monotonic() - began)
+        measured = self.evaluated_step == self.run.progress.step
+        self.saver.save(self.metrics if measured else {}, is_best)
 
-        def write() -> None:
-            run.store.save(step, parts, meta)
-            for name in names:
-                run.store.name(step, name)
-
-        def hand_over() -> None:
-            if run.world.is_first:
-                self.writer.submit(write)  # raises what the save before it met
-                if not run.config.checkpoint.background:
-                    self.writer.wait()
-
-        together(run.world, hand_over)
+    def _check_finite(self) -> None:
+        """Raise, on all ranks alike, if a step since the last look was no longer arithmetic."""
+        broken = self.run.broken
+        if broken is not None and self.report is not None and int(broken) >= 0:
+            self.saver.settle()
+            self.left_out.add(self.report, int(broken))
 
     def _is_best(self) -> bool:
         """Say whether the present metrics are the best so far, and remember it."""

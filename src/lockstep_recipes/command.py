@@ -72,6 +72,7 @@ class Flags(argparse.ArgumentParser):
         add("--log_interval", type=int, default=10, help="steps between log lines")
         add("--resume", default="auto", help="auto, never, discard, or a checkpoint")
         add("--accept_changes", action="store_true", help="resume though batch, rate, data changed")
+        add("--exact", action="store_true", help="the same bits on any number of GPUs")
         add("--device", choices=["auto", "cpu", "cuda"], default="auto")
         add("--seed", type=int, default=0)
         add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting")
@@ -126,6 +127,7 @@ def run_config(args: argparse.Namespace, **own: Any) -> RunConfig:
         "loader": {"num_workers": args.num_workers, "on_bad_sample": args.on_bad_sample},
         "evaluation": {"every_epochs": args.eval_interval},
         "checkpoint": {"every_epochs": args.save_interval},
+        "exact": args.exact,
         "device": args.device,
         "log_every": args.log_interval,
         "resume": args.resume,

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_damage import BYTES, damage
+from checkpoint_damage import FILES as FILE_DAMAGES
 
 from lockstep.checkpoint import CheckpointStore
 from lockstep.checkpoint import layout as layout_module
 from lockstep.checkpoint.layout import _seal
 from lockstep.errors import CheckpointError
+from lockstep.resuming import choose_checkpoint
 
 torch.set_num_threads(1)
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors"]
@@ -91,7 +94,22 @@ def append(rng: random.Random, content: bytes) -> bytes:
 def test_random_damage_is_always_noticed(
     store: CheckpointStore, damage: Callable[[random.Random, bytes], bytes]
 ) -> None:
-    damage_often(store, 300, damage)
+    damage_often(store, 90, damage)
+
+
+@pytest.mark.parametrize("name", [*BYTES, *FILE_DAMAGES])
+def test_no_kind_of_damage_is_silent(name: str, tmp_path: Path) -> None:
+    """What `benchmarks/checkpoint_damage.py` does a thousand times, whole and in shares."""
+    count = 10
+    outcomes = damage((BYTES | FILE_DAMAGES)[name], count, seed=3, folder=tmp_path)
+    assert outcomes == {"done": count, "found": count, "fell back": count}
+
+
+def test_the_count_of_silent_damage_would_rise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_module, "check_file", lambda *_: None)
+    assert damage(BYTES["bit flip"], 20, seed=3, folder=tmp_path)["silent"] > 5
 
 
 def test_a_flip_of_any_byte_of_the_manifest_is_noticed(store: CheckpointStore) -> None:
@@ -111,7 +129,7 @@ def test_without_the_hashes_damage_would_pass(
 ) -> None:
     monkeypatch.setattr(layout_module, "check_file", lambda *_: None)
     with pytest.raises(AssertionError, match="not noticed"):
-        damage_often(store, 300, damage)
+        damage_often(store, 90, damage)
 
 
 def test_without_its_own_hash_a_changed_manifest_would_pass(
@@ -229,8 +247,8 @@ def rewrite(store: CheckpointStore, change: Callable[[dict[str, Any]], object]) 
 
 
 def test_an_unknown_format_version_is_said(store: CheckpointStore) -> None:
-    rewrite(store, lambda manifest: manifest.update(format_version=2))
-    expect_fallback(store, "has format version 2; this lockstep reads 1")
+    rewrite(store, lambda manifest: manifest.update(format_version=3))
+    expect_fallback(store, "has format version 3; this lockstep reads 1 and 2")
 
 
 PATHS = ["../x", "/etc/passwd", "a/b", "..", ".", "", "a\0b", "x" * 4096, "..\\x", "~/x", "$HOME"]
@@ -330,3 +348,61 @@ def test_a_skeleton_nested_too_deeply_is_a_typed_error(store: CheckpointStore) -
     rewrite(store, lambda manifest: manifest["skeletons"].update(model=deep))
     with suppress(CheckpointError):  # fits the stack or does not; never a bare RecursionError
         store.open("step_00000002").load("model")
+
+
+def leave(rng: random.Random, folder: Path, good: Path, kind: str) -> None:
+    """Put into a folder what a crash, a copy, another version or a user may leave there."""
+    if kind in ("file", "link"):
+        folder.symlink_to("nowhere") if kind == "link" else folder.write_text("no folder")
+        return
+    shutil.copytree(good, folder)
+    if kind == "valid":
+        skewed_s = rng.uniform(0, 2e9)
+        os.utime(folder, (skewed_s, skewed_s))
+    elif kind == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif kind == "partial":
+        (folder / rng.choice(FILES)).unlink()
+    elif kind == "later version":
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest["sha256"]
+        (folder / "manifest.json").write_bytes(_seal(manifest | {"format_version": 7}))
+    elif kind == "damaged":
+        file = folder / rng.choice(FILES)
+        file.write_bytes(flip(rng, file.read_bytes()))
+
+
+def test_a_resume_takes_the_newest_valid_one_from_any_folder_or_refuses(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    kinds = ["valid", "empty", "partial", "later version", "damaged", "file", "link", "none"]
+    other = CheckpointStore(tmp_path / "other", keep_last=None)
+    for step in range(3, 9):
+        torch.manual_seed(step)
+        state = {"model": {"weight": torch.randn(3)}, "optimizer": {"lr": 0.1}}
+        other.save(step, state, {"position": step})
+    for seed in range(60):
+        rng = random.Random(seed)
+        found = CheckpointStore(tmp_path / f"{seed}")
+        left = {step: rng.choice(kinds) for step in range(3, 9)}
+        if seed % 4 == 0:
+            left = {step: "empty" if kind == "valid" else kind for step, kind in left.items()}
+        for step, kind in left.items():
+            found.folder.mkdir(exist_ok=True)
+            if kind != "none":
+                leave(rng, found.path(step), other.path(step), kind)
+        shutil.copytree(other.path(8), found.folder / ".writing_step_00000099")
+        valid = [step for step, kind in left.items() if kind == "valid"]
+        if valid:
+            checkpoint, rejected = choose_checkpoint(found, "auto")
+            assert checkpoint is not None
+            assert (checkpoint.step, checkpoint.meta["position"]) == (max(valid), max(valid))
+            bad = ("empty", "partial", "later version", "damaged")
+            newer = [s for s, kind in left.items() if s > max(valid) and kind in bad]
+            assert sorted(int(path.name[5:]) for path, _ in rejected) == newer
+        elif any(kind not in ("file", "link", "none") for kind in left.values()):
+            with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
+                choose_checkpoint(found, "auto")
+        else:
+            assert choose_checkpoint(found, "auto") == (None, [])

@@ -2,8 +2,10 @@
 
 import json
 import math
+import random
 import struct
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +282,39 @@ def test_weights_that_do_not_fit_change_nothing(change: Any, line: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_model_state(model, state)
     assert line in str(caught.value)
+    assert same(snapshot(model.state_dict()), before)
+
+
+Mutation = Callable[[dict[str, Any], str, random.Random], object]
+MUTATIONS: dict[str, Mutation] = {
+    "missing": lambda state, name, rng: state.pop(name),
+    "unexpected": lambda state, name, rng: state.update({f"{name}.more": torch.ones(1)}),
+    "renamed": lambda state, name, rng: state.update({f"module.{name}": state.pop(name)}),
+    "other shape": lambda state, name, rng: state.update({name: state[name].unsqueeze(0)}),
+    "one row less": lambda state, name, rng: state.update({name: state[name].reshape(-1)[1:]}),
+    "other dtype": lambda state, name, rng: state.update(
+        {name: state[name].to(rng.choice([torch.float16, torch.bfloat16, torch.int32]))}
+    ),
+    "no tensor": lambda state, name, rng: state.update({name: rng.choice([None, 1.0, "x", []])}),
+    "two alike": lambda state, name, rng: state.update({name: state, f"{name}'": state}),
+}
+
+
+def test_each_of_500_mutations_is_refused_by_name_and_changes_nothing() -> None:
+    rng = random.Random(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Conv1d(2, 3, 1), nn.Linear(2, 2))
+    before = snapshot(model.state_dict())
+    for turn in range(500):
+        state = {name: tensor + 1 for name, tensor in before.items()}
+        name = rng.choice(sorted(state))
+        kind = rng.choice(sorted(MUTATIONS))
+        MUTATIONS[kind](state, name, rng)
+        with pytest.raises(CheckpointError) as caught:
+            load_model_state(model, state)
+        lines = caught.value.problem.splitlines()[1:]
+        assert lines, kind
+        assert any(name in line for line in lines), (turn, kind, name)
+        assert len(lines) <= 2, "one line a difference"
     assert same(snapshot(model.state_dict()), before)
 
 

@@ -22,7 +22,7 @@ def test_submit_returns_while_the_job_runs() -> None:
 
     writer.submit(job)
     assert writer.is_busy
-    writer.poll()
+    assert not writer.has_failed
     assert not done.is_set()
     gate.set()
     writer.close()
@@ -46,7 +46,7 @@ def test_jobs_run_one_at_a_time_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), SystemExit(3)], ids=repr)
-def test_a_failure_is_raised_at_the_next_poll_and_only_once(error: BaseException) -> None:
+def test_a_failure_shows_when_the_job_has_ended_and_is_raised_once(error: BaseException) -> None:
     writer = BackgroundWriter()
 
     def fail() -> None:
@@ -55,10 +55,11 @@ def test_a_failure_is_raised_at_the_next_poll_and_only_once(error: BaseException
     writer.submit(fail)
     while writer.is_busy:
         time.sleep(0.001)
+    assert writer.has_failed
     with pytest.raises(type(error)) as caught:
-        writer.poll()
+        writer.wait()
     assert caught.value is error
-    writer.poll()
+    assert not writer.has_failed
     writer.wait()
     writer.close()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from importlib import metadata
@@ -20,6 +21,7 @@ from lockstep.doctor.network import port_free
 from lockstep.doctor.report import Result
 
 replace = dataclasses.replace
+ROOT = Path(__file__).parents[2]
 
 
 def test_nothing_is_red_on_a_healthy_machine(healthy: Patient, without_gpu: Patient) -> None:
@@ -111,6 +113,56 @@ def test_versions_are_compared_as_numbers() -> None:
     extra = machine.versions({}, ["no-such-thing; extra == 'wandb'"])
     assert extra.status == "ok"
     assert "without no-such-thing" in extra.evidence
+
+
+@pytest.fixture
+def uninstalled(tmp_path: Path, in_child: Callable[..., list[Result]]) -> Callable[[], Result]:
+    """Return a function that examines a copy of the source tree, beside all packages but lockstep.
+
+    What it returns is the verdict on versions; there is one on everything else, too.
+    """
+    tree, packages = tmp_path / "tree", tmp_path / "packages"
+    shutil.copytree(ROOT / "src" / "lockstep", tree / "src" / "lockstep")
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    packages.mkdir()
+    for path in Path(pytest.__file__).parents[1].iterdir():
+        if "lockstep" not in path.name:
+            (packages / path.name).symlink_to(path)
+    # -S leaves out the folder that they, and lockstep's own entry, really lie in.
+    without_site = 'python=$1; shift; set -- "$python" -S "$@"'
+    shell = f"export PYTHONPATH={tree / 'src'}:{packages}; {without_site}"
+
+    def examine() -> Result:
+        results = in_child(shell)
+        assert len(results) == 24
+        return named(results, "versions")
+
+    return examine
+
+
+def test_a_source_tree_that_is_not_installed(
+    uninstalled: Callable[[], Result], tmp_path: Path
+) -> None:
+    told = uninstalled()
+    assert told.status == "warn"
+    assert told.evidence.endswith(f"; lockstep is not installed, but used from {tmp_path / 'tree'}")
+    assert told.fix == "pip install -e ."
+
+    list(tmp_path.glob("packages/safetensors-*.dist-info"))[0].unlink()
+    list(tmp_path.glob("packages/wandb-*.dist-info"))[0].unlink()
+    told = uninstalled()
+    assert told.status == "fail"
+    assert told.evidence.startswith("missing or too old: safetensors; lockstep is not installed")
+
+
+def test_a_source_tree_without_its_list_of_packages(
+    uninstalled: Callable[[], Result], tmp_path: Path
+) -> None:
+    (tmp_path / "tree" / "pyproject.toml").unlink()
+    told = uninstalled()
+    assert told.status == "warn"
+    assert "every extra" not in told.evidence, "nothing was looked for"
+    assert "without its pyproject.toml" in told.evidence
 
 
 # --- Limits of the machine, really lowered ------------------------------------------
@@ -250,8 +302,7 @@ def test_a_wrong_or_slow_sum(healthy: Patient) -> None:
 
 
 def test_the_list_is_the_list_of_the_page() -> None:
-    page = Path(__file__).parents[2] / "docs" / "doctor.md"
-    text = page.read_text()
+    text = (ROOT / "docs" / "doctor.md").read_text()
     patient = Patient({}, facts=FAKE_FACTS, command=Command("python", ("t.py",)))
     found = checks.Findings(stage="script", unseen="nothing")
     names = [result.name for result in verdicts(replace(patient, found=found))]

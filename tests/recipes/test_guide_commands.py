@@ -1,251 +1,475 @@
-"""The thirty command forms of the guides, and which test starts each of them as printed.
+"""The commands of the guides, all thirty forms, run as printed: one table, one test.
 
-The commands are written out here a second time, from the guides, and compared with what the
-recipes' tests really start: a form that is dropped or bent there is missed here. To start all
-of them and see the table with seconds and results:
-
-    python tests/recipes/test_guide_commands.py [FORM ...]
+A row says what a guide prints, how many processes that starts, and what must be seen: lines of
+the first rank, each once and in this order; the steps in the record of every rank; files. All
+run in miniature (LOCKSTEP_REHEARSAL=1), in a copy of the recipe's folder. The table, with
+seconds and what was seen, is printed at the end of the session (`conftest.py`).
 """
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from PIL import Image
+
+from lockstep import read_events
+from lockstep.testing import free_port
 
 HERE = Path(__file__).parent
-RUNS_AS_PRINTED = "test_the_guides_command_runs_as_printed"
+sys.path[:0] = [str(HERE), str(HERE.parent / "slurm")]
+
+from cluster import NoCluster, start_cluster, wait_until  # noqa: E402
+from typed import BIN, LIMIT_S, Ended, environment, place, run, stand_in  # noqa: E402
+
+# Guides name ports, so these take turns, and waiting for one's turn counts as time.
+pytestmark = [pytest.mark.usefixtures("fixed_ports"), pytest.mark.timeout(600)]
+
+
+# --- How a form is started -------------------------------------------------------
+
+
+def in_shell(form: "Form", folder: Path) -> Ended:
+    """Type it."""
+    return run(form.command, folder)
+
+
+def with_gpus(form: "Form", folder: Path) -> Ended:
+    """Type it where nvidia-smi, or what stands in for it, lists as many GPUs as processes."""
+    listing = f"for i in $(seq {form.processes}); do echo GPU $i; done"
+    return run(form.command, folder, PATH=stand_in("nvidia-smi", listing, folder.parent))
+
+
+def once_per_gpu(form: "Form", folder: Path) -> Ended:
+    """Type what the guide shows for the first GPU, then the same for each of the others."""
+    first = form.command + '\nstarted="$started $!"'
+    names = r"\b(RANK|LOCAL_RANK|CUDA_VISIBLE_DEVICES)=0"
+    each = [re.sub(names, rf"\g<1>={gpu}", first) for gpu in range(form.processes)]
+    wait = "for one in $started; do wait $one || exit 1; done"
+    return run("\n".join(["trap 'kill $started 2>/dev/null' EXIT", *each, wait]), folder)
+
+
+def on_a_cluster(form: "Form", folder: Path) -> Ended:
+    """Submit it to a real SLURM of two nodes, where another job has the port that guides name."""
+    try:
+        cluster = start_cluster()
+    except NoCluster as reason:
+        pytest.skip(f"no test cluster: {str(reason).splitlines()[0]}")
+
+    def state(job_id: str) -> str:
+        said = cluster.ask("scontrol", "show", "job", "--oneliner", job_id)
+        return said.partition("JobState=")[2].split()[0]
+
+    living = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+    try:
+        with cluster.port_taken("node1", 29500):
+            said = run(form.command, folder, SLURM_CONF=cluster.env["SLURM_CONF"]).out
+            job_id = said.split()[-1]
+            assert said == f"Submitted batch job {job_id}\n"
+            wait_until(lambda: state(job_id) not in living, "the job has ended", LIMIT_S)
+        out, err = ((folder / f"logs/train_{job_id}.{kind}").read_text() for kind in ("out", "err"))
+        assert state(job_id) == "COMPLETED", out + err
+    finally:
+        cluster.stop()
+    return Ended(out, err, folder)
+
+
+def in_a_browser(form: "Form", folder: Path) -> Ended:
+    """Start the server, on a port of ours, and list the scalars that it shows."""
+    port = free_port()
+    server = subprocess.Popen(
+        [str(BIN / form.command.split()[0]), *form.command.split()[1:], f"--port={port}"],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+    def tags() -> list[str]:
+        assert server.poll() is None, "it ended"
+        try:
+            url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return sorted(tag for one in json.load(answer).values() for tag in one)
+        except (OSError, ValueError):
+            return []
+
+    try:
+        wait_until(lambda: "val/miou" in tags(), "it shows what was measured", 60)
+        return Ended("".join(f"shows {tag}\n" for tag in tags()), "", folder)
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+# --- What must be seen -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Form:
-    """One form: what the guide prints, and the test that starts it."""
+    """One form, as a guide prints it."""
 
     number: int
     recipe: str
-    command: str
     processes: int
-    test: str
-    started: Callable[[ModuleType], str]
-    """The command line, taken from the test's own module."""
+    command: str
+    says: tuple[str, ...]
+    """How lines begin that the first rank prints: each once, in this order."""
+    folder: str
+    """Where the run is."""
+    makes: Mapping[str, int] = field(default_factory=dict)
+    """How many files are in there, by pattern."""
+    num_steps: int = 4
+    start: Callable[["Form", Path], Ended] = in_shell
+    after: int = 0
+    """The form in whose folder it goes on."""
+    from_step: int = 0
+    more: Callable[[Ended, Path], None] | None = None
+    """What else must be so."""
 
     @property
-    def node(self) -> str:
-        return f"{HERE.name}/{self.recipe}/test_{self.recipe}_commands.py::{self.test}"
+    def name(self) -> str:
+        return f"{self.number} {' '.join(self.command.split())[:40]}"
+
+    def check(self, ended: Ended) -> str:
+        """Look for everything, and return it in words."""
+        assert "Traceback" not in ended.err, ended.err
+        lines = ended.lines
+        found = [[n for n, line in enumerate(lines) if line.startswith(s)] for s in self.says]
+        for said, places in zip(self.says, found, strict=True):
+            assert len(places) == 1, f"{said!r}: {len(places)} times in\n{ended.out}"
+        assert found == sorted(found), f"in another order:\n{ended.out}"
+        steps = [line for line in lines if line.startswith("step ")]
+        assert len(steps) == self.num_steps, f"only the first rank prints\n{ended.out}"
+
+        folder = ended.folder / self.folder
+        last_step = self.from_step + self.num_steps
+        ranks = sorted(int(path.stem[5:]) for path in folder.glob("events/rank_*.jsonl"))
+        assert ranks == list(range(self.processes))
+        for rank in ranks:
+            taken = [one["step"] for one in read_events(folder, rank) if one["event"] == "step"]
+            assert taken == list(range(1, last_step + 1)), f"rank {rank}"
+        events = read_events(folder, raw=True)
+        times = Counter((one["event"], one["step"]) for one in events)
+        assert times["evaluation", last_step] == times["checkpoint", last_step] == 1
+        made = {pattern: list(folder.glob(pattern)) for pattern in ("curves.png", *self.makes)}
+        counts = {pattern: len(paths) for pattern, paths in made.items()}
+        assert counts == {"curves.png": 1, **self.makes}, made
+        for path in sum(made.values(), start=[]):
+            check_file(path)
+        if self.more:
+            self.more(ended, folder)
+        return f"{len(self.says)} lines, {sum(counts.values())} files, {told(events)}"
 
 
-# --- The guides --------------------------------------------------------------
+def told(events: Sequence[Mapping[str, Any]]) -> str:
+    """Say what the first rank wrote down of its run: the batch, the rate, steps and losses."""
+    begun = [one for one in events if one["event"] == "run_start"][-1]
+    steps = [one for one in events if one["event"] == "step"]
+    batch = begun["plan"]["batch_size"] * begun["plan"]["leaves_per_step"]
+    return (
+        f"batch {batch}, rate {begun['effective_lr']:g}, {len(steps)} steps, "
+        f"loss {steps[0]['loss']:.4f} to {steps[-1]['loss']:.4f}"
+    )
+
+
+def check_file(path: Path) -> None:
+    """Check that a checkpoint has weights, a picture shows something, and no file is empty."""
+    if path.is_dir():
+        path = next(path.glob("*.safetensors"), path)
+    if path.suffix == ".png":
+        with Image.open(path) as picture:
+            low, high = picture.convert("L").getextrema()
+            assert low < high, f"{path} shows nothing"
+            assert picture.width >= 64
+    assert path.stat().st_size > 0, path
+
+
+def contract(size: int, ranks: int, accumulated: int = 1) -> str:
+    """Return the line that states the batch."""
+    total = size * ranks
+    return (
+        f"Batch size: {size} per GPU, {total} total (x {ranks}), "
+        f"{total * accumulated} effective (x {accumulated} accumulated)"
+    )
+
+
+def rate(base: float, factor: float = 1) -> str:
+    """Return the line that states the learning rate."""
+    rule = "none" if factor == 1 else "linear"
+    return f"Base LR: {base:g}, rule: {rule}, factor: {factor:g}, effective LR: {base * factor:g}"
+
+
+def began(recipe: str, ranks: int, launcher: str = "torchrun") -> str:
+    """Return the line that states who trains."""
+    started = f"{launcher}, gloo" if ranks > 1 else "python"
+    return f"lockstep: {recipe} on {ranks} x cpu (started by {started})"
+
+
+# --- Protein ---------------------------------------------------------------------
 
 PATHS = "--pdb_path data/cache --cache_dir data/cache"
 SPLIT = f"{PATHS} --use_predefined_split --epochs 300 --batch_size 4"
 DIFFUSION = "--use_discrete_diffusion --num_diffusion_steps 1000"
 FULL = f"{SPLIT} {DIFFUSION} --warmup_epochs 20 --learning_rate 5e-4"
-PROTEIN = {
-    1: (2, f"torchrun --nproc_per_node=$(nvidia-smi -L | wc -l) train.py {FULL}"),
-    2: (4, f"torchrun --nproc_per_node=4 train.py {SPLIT} {DIFFUSION}"),
-    3: (2, f"torchrun --nproc_per_node=2 train.py {SPLIT}"),
-    4: (4, f"CUDA_VISIBLE_DEVICES=0,1,2,3 torchrun --nproc_per_node=4 train.py {SPLIT}"),
-    5: (4, f"python -m torch.distributed.launch --nproc_per_node=4 train.py {SPLIT}"),
-    6: (4, "torchrun --nproc_per_node=4 train.py --learning_rate 1e-3 --batch_size 4"),
-    7: (2, "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=2 train.py"),
-    8: (8, f"torchrun --nproc_per_node=8 train.py {FULL} --save_dir checkpoints"),
-    9: (
+LAUNCH = "python -m torch.distributed.launch"
+
+
+def protein(number: int, ranks: int, command: str, size: int = 4, lr: float = 5e-4) -> Form:
+    diffusion = "启用 (时间步数: 1000)" if DIFFUSION in command else "未启用 (mask_ratio=0.15)"
+    split = ["✅ 使用预定义的数据集划分"] if "--use_predefined_split" in command else []
+    says = (
+        began("protein", ranks),
+        "设备: cpu",
+        f"DDP 模式: 启用 (world_size={ranks})",
+        "模型已包装为 DDP (device_id=0)",
+        f"批次大小: {size} (每GPU)",
+        f"总批次大小: {size * ranks} (所有GPU)",
+        f"扩散模型: {diffusion}",
+        *split,
+        contract(size, ranks),
+        rate(lr),
+    )
+    makes = {"checkpoints/best_model.pt": 1, "samples/*.fasta": 1}
+    start = with_gpus if "nvidia-smi" in command else in_shell
+    return Form(number, "protein", ranks, command, says, "rehearsal", makes, start=start)
+
+
+PROTEIN = [
+    protein(1, 2, f"torchrun --nproc_per_node=$(nvidia-smi -L | wc -l) train.py {FULL}"),
+    protein(2, 4, f"torchrun --nproc_per_node=4 train.py {SPLIT} {DIFFUSION}"),
+    protein(3, 2, f"torchrun --nproc_per_node=2 train.py {SPLIT}"),
+    protein(4, 4, f"CUDA_VISIBLE_DEVICES=0,1,2,3 torchrun --nproc_per_node=4 train.py {SPLIT}"),
+    protein(5, 4, f"{LAUNCH} --nproc_per_node=4 train.py {SPLIT}"),
+    protein(
+        6, 4, "torchrun --nproc_per_node=4 train.py --learning_rate 1e-3 --batch_size 4", lr=1e-3
+    ),
+    protein(7, 2, "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=2 train.py"),
+    protein(8, 8, f"torchrun --nproc_per_node=8 train.py {FULL} --save_dir checkpoints"),
+    protein(
+        9,
         2,
         f"torchrun --nproc_per_node=2 train.py {PATHS} --use_predefined_split --epochs 300 "
         f"--batch_size 8 {DIFFUSION}",
-    ),
-}
-CONFIG = "atlas/train.py --config atlas/configs/train_config.yaml"
-TEN = f"torchrun --nproc_per_node=8 {CONFIG}"
-OLD = "python -m torch.distributed.launch"
-IMAGES = "train.py --data_path ./data/train"
-HUNDRED = "--batch_size 64 --epochs 100"
-NAMED = '--use_wandb --wandb_project "jit-diffusion" --wandb_name "jit-v1-2gpu"'
-JIT = {
-    17: f"torchrun --nproc_per_node=2 --master_port=29500 {IMAGES} {HUNDRED} --use_amp --use_wandb",
-    18: f"{OLD} --nproc_per_node=2 --master_port=29500 {IMAGES} {HUNDRED}",
-    19: f"torchrun --nproc_per_node=2 --master_port=29500 {IMAGES} --model JiT-B/4 --img_size 64 "
-    f"{HUNDRED} --lr 1e-4 --use_amp {NAMED}",
-    20: f"torchrun --nproc_per_node=2 --master_port=29501 {IMAGES} {HUNDRED} --use_amp",
-}
-SEGMENTATION = {
-    22: (4, "22", "torchrun --nproc_per_node=4 --standalone train.py --distributed"),
-    23: (2, "23", f"{OLD} --nproc_per_node=2 --use_env train.py --distributed"),
-    24: (1, "24", "python train.py --layers 50 --model_type res50_ASPP_lorm"),
-    25: (1, "25", "python train.py --distributed --local_rank=0"),
-}
-ACCELERATE = (
-    "accelerate launch --config_file accelerate_config_single_node.yaml "
-    "train.py --config configs/base_config.yaml"
-)
-
-
-def by_form(form: str, ranks: int | None = None) -> Callable[[ModuleType], str]:
-    """Return how to find a command in a module's FORMS."""
-
-    def find(module: ModuleType) -> str:
-        found = module.FORMS[form]
-        text = found if isinstance(found, str) else found[0]
-        return str(text.replace("{n}", str(ranks)))
-
-    return find
-
-
-def source_of(text: str) -> Callable[[ModuleType], str]:
-    """Return how to find a command that stands in a test's own text."""
-
-    def find(module: ModuleType) -> str:
-        source = Path(str(module.__file__)).read_text()
-        return text if text in source else f"not in {module.__file__}"
-
-    return find
-
-
-def hand_started(module: ModuleType) -> str:
-    """Return form 12 with its loop over ranks unrolled to the lines of the first."""
-    loop = module.FORMS["12"][0]
-    wanted = ("export", "CUDA_VISIBLE_DEVICES")
-    lines = [line.strip() for line in loop.splitlines() if line.strip().startswith(wanted)]
-    return "; ".join(lines).replace("$k", "0")
-
-
-BY_HAND = "; ".join(
-    [
-        "export MASTER_ADDR=localhost",
-        "export MASTER_PORT=29500",
-        "export WORLD_SIZE=8",
-        "export RANK=0",
-        "export LOCAL_RANK=0",
-        f"CUDA_VISIBLE_DEVICES=0 python {CONFIG} &",
-    ]
-)
-RESUMED = "test_the_guides_run_and_its_resume"
-OTHERS = "test_the_guides_other_commands_run_as_printed"
-
-TABLE = [
-    *(
-        Form(n, "protein", text, ranks, f"{RUNS_AS_PRINTED}[{n}-{ranks}]", by_form(str(n), ranks))
-        for n, (ranks, text) in PROTEIN.items()
-    ),
-    Form(10, "atlas", TEN, 8, RESUMED, lambda module: str(module.TEN)),
-    Form(
-        11,
-        "atlas",
-        f"{OLD} --nproc_per_node=8 --master_port=29500 {CONFIG}",
-        8,
-        f"{OTHERS}[11]",
-        by_form("11"),
-    ),
-    Form(12, "atlas", BY_HAND, 8, f"{OTHERS}[12]", hand_started),
-    Form(
-        13,
-        "atlas",
-        f"{TEN} --resume checkpoints/checkpoint_epoch_10.pt",
-        8,
-        RESUMED,
-        lambda module: (
-            f"{module.TEN}{source_of(' --resume checkpoints/checkpoint_epoch_10.pt')(module)}"
-        ),
-    ),
-    Form(
-        14,
-        "atlas",
-        f"CUDA_VISIBLE_DEVICES=0,1,2,3 torchrun --nproc_per_node=4 {CONFIG}",
-        4,
-        f"{OTHERS}[14]",
-        by_form("14"),
-    ),
-    Form(
-        15,
-        "atlas",
-        f"export WANDB_API_KEY=your_key; {TEN}",
-        8,
-        RESUMED,
-        lambda module: f"{source_of('export WANDB_API_KEY=your_key')(module)}; {module.TEN}",
-    ),
-    *(
-        Form(
-            16,
-            "jit",
-            f"./train_multi_gpu.sh {n}",
-            n,
-            f"{RUNS_AS_PRINTED}[16-{n}]",
-            by_form("16", n),
-        )
-        for n in (2, 4)
-    ),
-    Form(16, "jit", "./train.sh", 1, "test_the_script_for_one_gpu_runs", source_of("./train.sh")),
-    *(
-        Form(n, "jit", text, 2, f"{RUNS_AS_PRINTED}[{n}-2]", by_form(str(n), 2))
-        for n, text in JIT.items()
-    ),
-    *(
-        Form(
-            21,
-            "segmentation",
-            f"bash train_{name}.sh",
-            2,
-            f"{RUNS_AS_PRINTED}[21 {name}]",
-            by_form(f"21 {name}"),
-        )
-        for name in ("torchrun", "ddp")
-    ),
-    *(
-        Form(n, "segmentation", text, ranks, f"{RUNS_AS_PRINTED}[{form}]", by_form(form))
-        for n, (ranks, form, text) in SEGMENTATION.items()
-    ),
-    Form(
-        26,
-        "segmentation",
-        "tensorboard --logdir=./log",
-        1,
-        f"{RUNS_AS_PRINTED}[24]",
-        source_of("tensorboard --logdir=./log"),
-    ),
-    Form(
-        27, "ctclip", "bash scripts/train_multi_gpu.sh", 2, f"{RUNS_AS_PRINTED}[27]", by_form("27")
-    ),
-    Form(
-        27,
-        "ctclip",
-        "export CUDA_VISIBLE_DEVICES=0,1\nbash scripts/train_multi_gpu.sh",
-        2,
-        f"{RUNS_AS_PRINTED}[27 on 0,1]",
-        by_form("27 on 0,1"),
-    ),
-    Form(28, "ctclip", ACCELERATE, 2, f"{RUNS_AS_PRINTED}[28]", by_form("28")),
-    Form(
-        29,
-        "ctclip",
-        "bash scripts/train_slurm_multi_node.sh",  # what sbatch runs, on stand-ins for two nodes
-        2,
-        "test_the_batch_script_trains_on_two_nodes",
-        source_of("bash scripts/train_slurm_multi_node.sh"),
-    ),
-    Form(
-        30,
-        "ctclip",
-        "python train.py --config configs/debug_config.yaml",
-        1,
-        f"{RUNS_AS_PRINTED}[30]",
-        by_form("30"),
+        size=8,
     ),
 ]
 
+# --- Atlas -----------------------------------------------------------------------
 
-# --- The index is true -------------------------------------------------------
+CONFIG = "atlas/train.py --config atlas/configs/train_config.yaml"
+TEN = f"torchrun --nproc_per_node=8 {CONFIG}"
+BY_HAND = f"""\
+export MASTER_ADDR=localhost
+export MASTER_PORT=29500
+export WORLD_SIZE=8
+export RANK=0
+export LOCAL_RANK=0
+CUDA_VISIBLE_DEVICES=0 python {CONFIG} &"""
 
 
-@cache
+def check_measures(ended: Ended, folder: Path) -> None:
+    """Every metric stands beside those of the two baselines."""
+    names = {"pose_l1", "pose_l2", "gripper_accuracy"}
+    both = {f"{kind}{name}" for kind in ("", "mean_", "repeat_") for name in names}
+    for event in read_events(folder):
+        if event["event"] == "evaluation":
+            assert set(event["metrics"]) == {"loss", "pose_loss", "gripper_loss", *both}
+
+
+def atlas(number: int, ranks: int, command: str, launcher: str = "torchrun") -> Form:
+    says = (
+        began("atlas", ranks, launcher),
+        "Training setup:",
+        "  Distributed: True",
+        f"  World size: {ranks}",
+        "  Rank: 0, Local rank: 0",
+        f"  Base LR: 0.0001, Effective LR (scaled by {ranks}): {1e-4 * ranks:g}",
+        contract(8, ranks, 2),
+        rate(1e-4, ranks),
+    )
+    made = ("checkpoints/checkpoint_epoch_10.pt", "checkpoints/best_model.pt")
+    makes = dict.fromkeys([*made, "samples/step_00000010.png"], 1)
+    form = Form(number, "atlas", ranks, command, says, "rehearsal", makes, num_steps=10)
+    return replace(form, more=check_measures)
+
+
+RESUMED = atlas(13, 8, f"{TEN} --resume checkpoints/checkpoint_epoch_10.pt")
+NEW = ("resumed at step 10 from ", "epoch 11 done", "epoch 12 done")
+ATLAS = [
+    atlas(10, 8, TEN),
+    atlas(11, 8, f"{LAUNCH} --nproc_per_node=8 --master_port=29500 {CONFIG}"),
+    replace(atlas(12, 8, BY_HAND, "env"), start=once_per_gpu),
+    replace(RESUMED, says=(*RESUMED.says, *NEW), after=10, from_step=10, num_steps=2),
+    atlas(14, 4, f"CUDA_VISIBLE_DEVICES=0,1,2,3 torchrun --nproc_per_node=4 {CONFIG}"),
+    atlas(15, 8, f"export WANDB_API_KEY=your_key\n{TEN}"),
+]
+
+# --- JiT -------------------------------------------------------------------------
+
+IMAGES = "train.py --data_path ./data/train"
+HUNDRED = "--batch_size 64 --epochs 100"
+NAMED = '--use_wandb --wandb_project "jit-diffusion" --wandb_name "jit-v1-2gpu"'
+PORT = "--nproc_per_node=2 --master_port=29500"
+
+
+def jit(number: int, ranks: int, command: str, lr: float = 5e-5) -> Form:
+    total = f"GPUs: {ranks}, batch size per GPU: 64, effective batch size: {64 * ranks}"
+    script = [total] if command.startswith("./train_multi") else []
+    makes = {
+        "checkpoints/step_00000004": 1,
+        "samples/step_00000004.png": 1,
+        "wandb/offline-run-*": int("--use_wandb" in command),
+    }
+    says = (*script, began("jit", ranks), contract(64, ranks), rate(lr))
+    return Form(number, "jit", ranks, command, says, "output/rehearsal", makes)
+
+
+JIT = [
+    jit(16, 2, "./train_multi_gpu.sh 2", 1e-4),
+    jit(16, 4, "./train_multi_gpu.sh 4", 1e-4),
+    jit(16, 1, "./train.sh"),
+    jit(17, 2, f"torchrun {PORT} {IMAGES} {HUNDRED} --use_amp --use_wandb"),
+    jit(18, 2, f"{LAUNCH} {PORT} {IMAGES} {HUNDRED}"),
+    jit(
+        19,
+        2,
+        f"torchrun {PORT} {IMAGES} --model JiT-B/4 --img_size 64 {HUNDRED} --lr 1e-4 --use_amp "
+        f"{NAMED}",
+        1e-4,
+    ),
+    jit(20, 2, f"torchrun --nproc_per_node=2 --master_port=29501 {IMAGES} {HUNDRED} --use_amp"),
+]
+
+# --- Segmentation ----------------------------------------------------------------
+
+UNCHANGED = "warning: linear scaling multiplies the rate by 2, but the effective batch is still 16"
+
+
+def check_log(ended: Ended, folder: Path) -> None:
+    """The log file has the line of the epoch; a rate is warned of only if it alone grew."""
+    (said,) = [line for line in ended.lines if line.startswith("Epoch[")]
+    assert "], iou_all[0." in said
+    assert (folder / "log.txt").read_text() == said + "\n"
+    has_grown = contract(8, 2) not in ended.lines
+    assert (UNCHANGED not in ended.lines) == has_grown
+
+
+def segmentation(number: int, ranks: int, command: str, size: int = 16) -> Form:
+    says = (
+        began("segmentation", ranks),
+        f"Effective lr : {1e-3 * ranks:g}",
+        contract(size, ranks),
+        f"Base LR: 0.001, rule: linear, factor: {ranks}, effective LR: {1e-3 * ranks:g}",
+        " * IOU_All 0.",
+        "Epoch[0",
+    )
+    folder = "log/res50_ASPP_lorm/rehearsal"
+    makes = {"checkpoints/step_00000004": 1, "samples/step_00000004.png": 1, "**/*.tfevents.*": 1}
+    return Form(number, "segmentation", ranks, command, says, folder, makes, more=check_log)
+
+
+SEGMENTATION = [
+    segmentation(21, 2, "bash train_torchrun.sh", 8),
+    segmentation(21, 2, "bash train_ddp.sh", 8),
+    segmentation(22, 4, "torchrun --nproc_per_node=4 --standalone train.py --distributed"),
+    segmentation(23, 2, f"{LAUNCH} --nproc_per_node=2 --use_env train.py --distributed"),
+    segmentation(24, 1, "python train.py --layers 50 --model_type res50_ASPP_lorm"),
+    segmentation(25, 1, "python train.py --distributed --local_rank=0"),
+    Form(
+        *(26, "segmentation", 1, "tensorboard --logdir=./log"),
+        says=("shows train/learning_rate", "shows train/loss", "shows val/miou"),
+        folder="log/res50_ASPP_lorm/rehearsal",
+        start=in_a_browser,
+        after=24,
+        from_step=4,
+        num_steps=0,
+    ),
+]
+
+# --- CT-CLIP ---------------------------------------------------------------------
+
+ON_ALL = "bash scripts/train_multi_gpu.sh"
+ACCELERATE = "accelerate launch --config_file accelerate_config_single_node.yaml"
+
+
+def ctclip(number: int, ranks: int, command: str) -> Form:
+    says = (
+        f"lockstep: ctclip on {ranks} x cpu (started by ",
+        f"Distributed environment: {'MULTI_CPU' if ranks > 1 else 'NO'}",
+        f"Number of processes: {ranks}",
+        "Number of GPUs: 0",
+        contract(4, ranks),
+        f"Steps per epoch: {64 // 4 // ranks} (64 of 64 samples, 0 dropped)",
+        rate(1.25e-6),
+    )
+    is_debug = "debug" in command
+    folder = "saves_debug/rehearsal/ctclip_debug" if is_debug else "saves/rehearsal/ctclip"
+    makes = {"checkpoints/step_00000004": 1}
+    return Form(number, "ctclip", ranks, command, says, folder, makes)
+
+
+CTCLIP = [
+    ctclip(27, 2, ON_ALL),
+    ctclip(27, 2, f"export CUDA_VISIBLE_DEVICES=0,1\n{ON_ALL}"),
+    ctclip(28, 2, f"{ACCELERATE} train.py --config configs/base_config.yaml"),
+    replace(ctclip(29, 8, "sbatch scripts/train_slurm_multi_node.sh"), start=on_a_cluster),
+    ctclip(30, 1, "python train.py --config configs/debug_config.yaml"),
+]
+
+TABLE = [*PROTEIN, *ATLAS, *JIT, *SEGMENTATION, *CTCLIP]
+SITTINGS = [
+    (form, *(later for later in TABLE if later.after == form.number))
+    for form in TABLE
+    if not form.after
+]
+"""A form, and those that go on in the folder it leaves behind."""
+
+
+# --- The test --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sitting", SITTINGS, ids=lambda forms: " + ".join(f.name for f in forms))
+def test_the_guides_command_runs_as_printed(
+    sitting: tuple[Form, ...], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    folder = place(sitting[0].recipe, tmp_path)
+    before = set(folder.iterdir())
+    for form in sitting:
+        row = {"form": form.number, "recipe": form.recipe, "processes": form.processes}
+        row |= {"seconds": "", "seen": "NOT AS PRINTED", "command": " ".join(form.command.split())}
+        record_property("guide form", row)
+        began = time.monotonic()
+        try:
+            ended = form.start(form, folder)
+        except pytest.skip.Exception as skipped:
+            row["seen"] = f"skipped: {skipped}"
+            raise
+        row["seconds"] = f"{time.monotonic() - began:.1f}"
+        row["seen"] = form.check(ended)
+        made = {path.name for path in set(folder.iterdir()) - before}
+        assert made == {Path(form.folder).parts[0]}, "and nothing else"
+
+
+def test_all_thirty_forms_are_in_the_table() -> None:
+    assert {form.number for form in TABLE} == set(range(1, 31))
+    assert sorted(form.number for forms in SITTINGS for form in forms) == sorted(
+        form.number for form in TABLE
+    )
+
+
 def module_of(recipe: str) -> ModuleType:
+    """Return the tests of a recipe's other commands; `tests/test_docs.py` asks what they start."""
     path = HERE / recipe / f"test_{recipe}_commands.py"
     spec = importlib.util.spec_from_file_location(f"commands_of_{recipe}", path)
     assert spec is not None
@@ -253,86 +477,3 @@ def module_of(recipe: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def flat(command: str) -> str:
-    return re.sub(r"[;\s]+", " ", command).strip()
-
-
-def name(form: Form) -> str:
-    return f"{form.number} {form.command[:40]}"
-
-
-def test_all_thirty_forms_are_in_the_table() -> None:
-    assert {form.number for form in TABLE} == set(range(1, 31))
-
-
-@pytest.mark.parametrize("form", TABLE, ids=name)
-def test_a_form_is_started_as_the_guide_prints_it(form: Form) -> None:
-    assert flat(form.started(module_of(form.recipe))) == flat(form.command)
-
-
-@pytest.mark.parametrize("form", TABLE, ids=name)
-def test_the_named_test_exists_with_these_parameters(form: Form) -> None:
-    function, _, given = form.test.removesuffix("]").partition("[")
-    tested = getattr(module_of(form.recipe), function)
-    marks = [mark for mark in getattr(tested, "pytestmark", []) if mark.name == "parametrize"]
-    assert bool(marks) == bool(given)
-    if len(marks) == 1 and isinstance(marks[0].args[0], str):
-        assert given in list(marks[0].args[1])
-    elif len(marks) == 1:
-        assert given in ["-".join(map(str, values)) for values in marks[0].args[1]]
-    for part in given.split("-") if len(marks) > 1 else []:
-        assert any(part in map(str, mark.args[1]) for mark in marks), part
-
-
-def test_a_command_that_was_bent_would_be_found() -> None:
-    bent = ModuleType("bent")
-    bent.FORMS = {"28": (ACCELERATE.replace("base", "debug"), 2, "")}  # type: ignore[attr-defined]
-    form = next(form for form in TABLE if form.number == 28)
-    assert flat(form.started(bent)) != flat(form.command)
-
-
-# --- The table, with seconds and results -------------------------------------
-
-
-def start_all(forms: list[Form]) -> dict[str, tuple[float, str]]:
-    """Run the tests of `forms`; return seconds and result of each by its name."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        nodes = sorted({str(HERE.parent / form.node) for form in forms})
-        options = [
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={report}",
-            "-o",
-            "junit_family=xunit2",
-        ]
-        subprocess.run([sys.executable, "-m", "pytest", *options, *nodes], check=False)
-        cases = ElementTree.parse(report).iter("testcase")
-        results = {}
-        for case in cases:
-            bad = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-            key = f"{case.get('classname', '').rsplit('.', 1)[-1]}::{case.get('name')}"
-            results[key] = (float(case.get("time", 0)), bad[0] if bad else "passed")
-        return results
-
-
-def main(wanted: list[str]) -> int:
-    """Start the forms and print the table."""
-    forms = [form for form in TABLE if not wanted or str(form.number) in wanted]
-    results = start_all(forms)
-    print(f"\n{'form':>4}  {'recipe':<12} {'processes':>9} {'seconds':>8}  {'result':<8} command")
-    codes = 0
-    for form in forms:
-        key = f"test_{form.recipe}_commands::{form.test}"
-        seconds, result = results.get(key, (0.0, "not run"))
-        codes |= result != "passed"
-        head = f"{form.number:>4}  {form.recipe:<12} {form.processes:>9} {seconds:>8.1f}"
-        print(f"{head}  {result:<8} {flat(form.command)}")
-    return codes
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

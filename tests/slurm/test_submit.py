@@ -11,15 +11,24 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.errors import LaunchError
 from lockstep.launch.slurm import Job, Status, check, job_script, read_status, seconds_of
+from lockstep.launch.worker import FIRST_FAILURE
+from lockstep.launch.worker import __name__ as WORKER
 
 BIN = Path(sys.executable).parent
+
+SCRIPT = """
+import sys
+if not sys.argv[1].isdecimal():
+    raise ZeroDivisionError(sys.argv[1])
+sys.exit(int(sys.argv[1]))
+"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in a folder that holds a script."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
+    (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path
 
 
@@ -53,10 +62,11 @@ HEADER = """\
 
 restarts=2 # after a failure, in this allocation
 requeues=100 # at most, at the time limit
+crash_loop=3 # so often the same error at the same step, and it is the end
 record=lockstep_jobs/train
 srun_options=(--cpus-per-task=12)
 module load cuda
-command=(python3 train.py --name 'two words' '$HOME')
+command=(python3 -m lockstep.launch.worker train.py --name 'two words' '$HOME')
 """
 
 
@@ -86,7 +96,7 @@ def test_without_gpus_none_are_asked_for(
     said = capsys.readouterr().out
     assert "gpus" not in said.split("export PYTHON")[0]
     assert "--ntasks-per-node=3" in said
-    assert f"command=({sys.executable} -m mine.train --epochs 3)" in said
+    assert f"command=({sys.executable} -m {WORKER} -m mine.train --epochs 3)" in said
     assert "#SBATCH --job-name=mine.train" in said
     assert [path.name for path in folder.iterdir()] == ["train.py"], "a dry run leaves nothing"
 
@@ -133,6 +143,10 @@ class Batch:
         path = self.folder / "asked"
         return path.read_text().splitlines() if path.exists() else []
 
+    @property
+    def errors(self) -> list[str]:
+        return (self.folder / "lockstep_jobs" / "train_7.errors").read_text().splitlines()
+
 
 @pytest.fixture
 def batch(folder: Path) -> Batch:
@@ -154,12 +168,86 @@ def test_a_failure_is_tried_as_often_as_was_asked(batch: Batch) -> None:
     assert "a rank ended with exit code 1; all start again (try 3 of 3)" in batch.said
 
 
+# srun reports the highest exit code. After the rank of the script there is another.
+SEVERAL = 'while [[ $1 == --* ]]; do shift; done; "$@"; "${@:1:4}" bash -c "exit %d"; exit 255'
+
+
 def test_the_first_rank_to_fail_gives_the_exit_code(batch: Batch) -> None:
-    # srun reports the highest, which is that of the ranks it had to kill.
-    several = 'while [[ $1 == --* ]]; do shift; done; "$@"; "${@:1:5}" bash -c "exit 137"; exit 137'
-    batch.stand_in("srun", several)
+    batch.stand_in("srun", SEVERAL % 143)
     assert batch.run("2") == 2
     assert not list(batch.folder.glob("lockstep_jobs/*"))
+
+
+def test_a_rank_that_was_killed_is_the_cause_whoever_was_first(batch: Batch) -> None:
+    batch.stand_in("srun", SEVERAL % 137)
+    assert batch.run("the connection is gone") == 137
+    assert not list(batch.folder.glob("lockstep_jobs/*")), "which is no error to be counted"
+
+
+def test_the_error_of_the_first_rank_is_shown_and_the_others_a_line(batch: Batch) -> None:
+    batch.stand_in("srun", 'while [[ $1 == --* ]]; do shift; done; "$@"; "$@"')
+    assert batch.run("the bug") == 1
+    assert batch.said.count("Traceback (most recent call last):") == 1
+    assert "worker.py" not in batch.said, "the author of a script knows its own frames"
+    last = "ZeroDivisionError: the bug"
+    assert f"\n{last}\n{last} (another rank had failed before)\n" in batch.said
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("import sys; sys.exit(2)", "2"),
+        ("import os; os._exit(3)", "3"),
+        ("import sys; sys.exit('no')", "1"),
+        ("raise ValueError('no')", "1\nValueError: no"),
+        ("import os; os.fork() or os._exit(5); os.wait()", ""),
+    ],
+)
+def test_a_rank_tells_its_end_before_the_others_can_notice_it(
+    script: str, said: str, folder: Path
+) -> None:
+    (folder / "train.py").write_text(script)
+    env = {**os.environ, FIRST_FAILURE: str(folder / "first")}
+    first = subprocess.run([sys.executable, "-m", WORKER, "train.py"], env=env, check=False)
+    assert first.returncode == int(said[:1] or 0)
+    told = (folder / "first").read_text() if said else ""
+    assert told.strip() == said
+    (folder / "first").write_text("9")
+    again = subprocess.run([sys.executable, "-m", WORKER, "train.py"], env=env, check=False)
+    assert again.returncode == first.returncode
+    assert (folder / "first").read_text() == "9", "another was first"
+
+
+# --- A bug that comes back -------------------------------------------------------
+
+
+def test_the_same_error_three_times_is_not_tried_again(batch: Batch) -> None:
+    assert batch.run("the bug", restarts=9) == 4
+    assert batch.said.count("all start again") == 2
+    assert "lockstep: the same error 3 times in the same place; not trying again" in batch.said
+    assert batch.errors == ["ZeroDivisionError: the bug"] * 3
+
+
+def test_what_it_failed_with_is_remembered_in_the_queue(batch: Batch) -> None:
+    assert batch.run("the bug", restarts=1) == 1
+    assert batch.run("the bug", restarts=9, SLURM_RESTART_COUNT="1") == 4
+    assert "start again" not in batch.said
+    assert batch.run("the bug", restarts=9, SLURM_JOB_ID="8") == 4, "another job counts its own"
+    assert batch.said.count("all start again") == 2
+
+
+def test_different_errors_are_tried_as_often_as_was_asked(batch: Batch) -> None:
+    batch.stand_in(
+        "srun",
+        "[[ $1 != --overlap ]] || exit 0; echo >>tries; while [[ $1 == --* ]]; do shift; done\n"
+        'exec "$@" "at step $(wc -l <tries)"',
+    )
+    assert batch.run(restarts=5) == 1
+    assert batch.said.count("all start again") == 5
+    assert batch.errors == [f"ZeroDivisionError: at step {n}" for n in range(1, 7)]
+
+
+# --- Time limits and other jobs --------------------------------------------------
 
 
 def test_a_rank_that_saved_before_the_limit_queues_the_job_once(batch: Batch) -> None:
@@ -222,7 +310,7 @@ def test_a_task_of_an_array_finds_its_number_in_the_words(folder: Path) -> None:
         text=True,
         check=True,
     )
-    assert told.stdout == "python|train.py|runs/2|it's 2|100%|"
+    assert told.stdout == f"python|-m|{WORKER}|train.py|runs/2|it's 2|100%|"
 
 
 # --- What is asked wrongly -------------------------------------------------------

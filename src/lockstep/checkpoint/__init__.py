@@ -4,9 +4,9 @@ Owns: the names the rest of lockstep uses. Does not own: when to save, or what
 a run should do when nothing can be loaded.
 """
 
-from lockstep.checkpoint.layout import Checkpoint
+from lockstep.checkpoint.layout import Checkpoint, Written
 from lockstep.checkpoint.lock import FolderLock
-from lockstep.checkpoint.state import flatten, load_model_state, snapshot, unflatten
+from lockstep.checkpoint.state import flatten, load_model_state, share_of, snapshot, unflatten
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import BackgroundWriter
 
@@ -15,8 +15,10 @@ __all__ = [
     "Checkpoint",
     "CheckpointStore",
     "FolderLock",
+    "Written",
     "flatten",
     "load_model_state",
+    "share_of",
     "snapshot",
     "unflatten",
 ]

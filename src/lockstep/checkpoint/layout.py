@@ -1,4 +1,4 @@
-"""What one checkpoint is on disk: a manifest, and one safetensors file per part.
+"""What one checkpoint is on disk: a manifest, and one safetensors file per part or share of it.
 
 Owns: the bytes of both, how they are flushed, and proving that they are the
 ones that were written. Does not own: where a checkpoint stands, or how long.
@@ -7,9 +7,13 @@ ones that were written. Does not own: where a checkpoint stands, or how long.
       manifest.json           step, recipe, meta, skeletons; size and hash of every file
       model.safetensors       readable without lockstep
       optimizer.safetensors
+
+Where ranks write a share each, `model.0_of_4.safetensors` and its siblings stand in
+place of `model.safetensors`, and the header says which rows of a cut tensor are there.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -20,21 +24,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.state import FILE_DTYPES, RESERVED_NAME, flatten, unflatten
+from lockstep.checkpoint.state import FILE_DTYPES, RESERVED_NAME, Share, flatten, unflatten
+from lockstep.checkpoint.state import num_bytes as num_bytes
 from lockstep.errors import CheckpointError, closest
 
-FORMAT_VERSION: Final = 1
+WHOLE, SHARED = FORMAT_VERSIONS = (1, 2)
+"""One file per part, or any number of files per part, each saying which part it is of."""
 MANIFEST: Final = "manifest.json"
+MAX_MANIFEST_BYTES: Final = 64 * 2**20
+MALFORMED: Final = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 STEP_FOLDER: Final = re.compile(r"step_(\d{8,})")
 CHUNK_BYTES: Final = 16 * 2**20
 _PLAIN_NAME: Final = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")
 _SEAL: Final = re.compile(rb',\n"sha256": "([0-9a-f]{64})"}\n\Z')
+
+
+class Piece(NamedTuple):
+    """A tensor of a file: whole, or some rows of one that ranks have divided among them."""
+
+    tensor: Tensor
+    first_row: int
+    num_rows: int | None
+    """How many the whole has; None if this is the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +62,8 @@ class Checkpoint:
     step: int
     recipe: str
     meta: Mapping[str, Any]
-    files: Mapping[str, tuple[int, str]] = field(repr=False)
-    """Size in bytes and SHA-256 of each file."""
+    files: Mapping[str, tuple[int, str, str]] = field(repr=False)
+    """Size in bytes, SHA-256 and part of each file."""
     skeletons: Mapping[str, Any] = field(repr=False)
 
     @property
@@ -65,58 +82,104 @@ class Checkpoint:
                 f"{self.path} has no part {part!r}, only {', '.join(self.parts)}",
                 f"load {closest(part, self.parts) or 'one of those'}",
             )
-        name = file_name(part)
-        check_file(self.path, name, *self.files[name])
+        files = [name for name, (_, _, whose) in self.files.items() if whose == part]
+        pieces = [self._pieces(name) for name in files]
+        try:
+            return unflatten(self.skeletons[part], _joined(pieces))
+        except (CheckpointError, RuntimeError, TypeError) as error:
+            raise damaged(self.path, f"{' '.join(files)} cannot be read: {error}") from error
+
+    def export(self, part: str, path: str | Path) -> Path:
+        """Write a part, however it was saved, as one new safetensors file that needs no lockstep.
+
+        Raises:
+            CheckpointError: it cannot be loaded, or the file exists or cannot be written.
+        """
+        tensors, _ = flatten(self.load(part))
+        try:
+            _write_file(Path(path), _tensor_file(tensors))
+        except OSError as error:
+            raise CheckpointError(f"cannot export to {path}: {error}", "a new file") from error
+        return Path(path)
+
+    def _pieces(self, name: str) -> dict[str, Piece]:
+        """Read one file, proved to be the one that was written."""
+        check_file(self.path, name, *self.files[name][:2])
         try:
             # Cloned out of the mapped file: what later happens to it must not reach the run.
             with safe_open(self.path / name, framework="pt") as file:
                 tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-            return unflatten(self.skeletons[part], tensors)
-        except (SafetensorError, OSError, RecursionError, CheckpointError) as error:
+                cuts = json.loads((file.metadata() or {}).get("cuts", "{}"))
+            whole = (0, None)
+            return {key: Piece(tensor, *cuts.get(key, whole)) for key, tensor in tensors.items()}
+        except (SafetensorError, OSError, RecursionError, *MALFORMED) as error:
             raise damaged(self.path, f"{name} cannot be read: {error}") from error
 
 
-def write_checkpoint(
-    folder: Path, step: int, recipe: str, parts: Mapping[str, Any], meta: Mapping[str, Any]
+class Written(NamedTuple):
+    """What ranks have written of a checkpoint that is not committed yet."""
+
+    skeletons: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, Any]]
+    """What the manifest will say of each file."""
+
+
+def write_share(folder: Path, share: Share) -> dict[str, dict[str, Any]]:
+    """Write the files of a share, flush them and read them back; return what to say of each."""
+    files = {}
+    is_whole = share.size == 1
+    for part, tensors in share.tensors.items():
+        if tensors or is_whole:
+            name = file_name(part if is_whole else f"{part}.{share.rank}_of_{share.size}")
+            content = _tensor_file(tensors, share.cuts.get(part))
+            files[name] = _write_file(folder / name, content) | ({} if is_whole else {"part": part})
+    flush_folder(folder)
+    for name, facts in files.items():
+        check_file(folder, name, facts["size_bytes"], facts["sha256"])
+    return files
+
+
+def write_manifest(
+    folder: Path, step: int, recipe: str, written: Written, meta: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint into an empty folder and flush it, the manifest last."""
-    files, skeletons = {}, {}
-    for part, tree in parts.items():
-        tensors, skeletons[part] = flatten(tree)
-        name = file_name(part)
-        files[name] = _write_file(folder / name, _tensor_file(tensors))
+    """Write and flush the manifest: the last file of a checkpoint."""
+    is_shared = any("part" in facts for facts in written.files.values())
     manifest = {
-        "format_version": FORMAT_VERSION,
+        "format_version": SHARED if is_shared else WHOLE,
         "step": step,
         "recipe": recipe,
         "meta": meta,
-        "files": files,
-        "skeletons": skeletons,
+        "files": written.files,
+        "skeletons": written.skeletons,
     }
     _write_file(folder / MANIFEST, [_seal(manifest)])
     flush_folder(folder)
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint's manifest and compare every file with it.
+def read_checkpoint(folder: Path, *, hashed: bool = True) -> Checkpoint:
+    """Read a checkpoint's manifest and compare every file with it, or only their sizes.
 
     Raises:
         CheckpointError: says which file, and what is wrong with it.
     """
     with _opened(folder, MANIFEST) as file:
+        if (size_bytes := os.fstat(file.fileno()).st_size) > MAX_MANIFEST_BYTES:
+            raise damaged(folder, f"{MANIFEST} has {size_bytes:,} bytes, more than any has")
         raw = file.read()
     checkpoint = _parse_manifest(folder, raw)
-    for name, (size_bytes, sha256) in checkpoint.files.items():
-        check_file(folder, name, size_bytes, sha256)
+    for name, (size_bytes, sha256, _) in checkpoint.files.items():
+        check_file(folder, name, size_bytes, sha256 if hashed else None)
     return checkpoint
 
 
-def check_file(folder: Path, name: str, size_bytes: int, sha256: str) -> None:
+def check_file(folder: Path, name: str, size_bytes: int, sha256: str | None) -> None:
     """Compare one file of a checkpoint with what its manifest says of it."""
     with _opened(folder, name) as file:
         found_bytes = os.fstat(file.fileno()).st_size
         if found_bytes != size_bytes:
             raise damaged(folder, f"{name} has {found_bytes:,} bytes instead of {size_bytes:,}")
+        if sha256 is None:
+            return
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
         raise damaged(folder, f"hash mismatch in {name}: {found[:12]} instead of {sha256[:12]}")
@@ -134,11 +197,6 @@ def file_name(part: str) -> str:
     return f"{plain_name(part)}.safetensors"
 
 
-def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return how much room the tensors take in a file."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def flush_folder(folder: Path) -> None:
     """Make the names in a folder survive a power loss."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -153,14 +211,42 @@ def damaged(folder: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{folder}: {what}", "use an older checkpoint, or copy this one again")
 
 
-def _tensor_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _joined(files: Iterable[Mapping[str, Piece]]) -> dict[str, Tensor]:
+    """Return the whole tensors that the pieces in some files add up to."""
+    pieces: dict[str, list[Piece]] = {}
+    for file in files:
+        for name, piece in file.items():
+            pieces.setdefault(name, []).append(piece)
+    return {name: _whole(name, found) for name, found in pieces.items()}
+
+
+def _whole(name: str, pieces: list[Piece]) -> Tensor:
+    """Return a tensor from its pieces, which must be all of them and nothing twice."""
+    tensor, _, num_rows = pieces[0]
+    if len(pieces) == 1 and num_rows is None:
+        return tensor
+    pieces.sort(key=lambda piece: piece.first_row)
+    tensors = [piece.tensor for piece in pieces]
+    starts = [0, *itertools.accumulate(map(len, tensors))]
+    said = [(piece.first_row, piece.num_rows) for piece in pieces]
+    is_alike = len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) == 1
+    adds_up = said == [(start, num_rows) for start in starts[:-1]] and starts[-1] == num_rows
+    if not (is_alike and adds_up):
+        raise CheckpointError(f"the rows of {name!r} do not add up: {said}", "use another one")
+    return torch.cat(tensors)
+
+
+def _tensor_file(
+    tensors: Mapping[str, Tensor], cuts: Mapping[str, tuple[int, int]] | None = None
+) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file: header length, JSON header, then the tensors back to back.
 
     safetensors' own writer refuses tied tensors and does not hash what it writes.
     """
     # The widest first, so that each tensor starts at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {RESERVED_NAME: {"format": "pt"}}
+    about = {"format": "pt", **({"cuts": json.dumps(cuts)} if cuts else {})}
+    header: dict[str, Any] = {RESERVED_NAME: about}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + num_bytes([tensor])
@@ -179,7 +265,7 @@ def _tensor_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
             yield content[start : start + CHUNK_BYTES]
 
 
-def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, int | str]:
+def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a new file through to the disk; return what a manifest says of it."""
     digest = hashlib.sha256()
     size_bytes = 0
@@ -215,9 +301,9 @@ def _parse_manifest(folder: Path, raw: bytes) -> Checkpoint:
         version = manifest["format_version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(folder, f"{MANIFEST} is unreadable: {error!r}") from error
-    if version != FORMAT_VERSION:
+    if version not in FORMAT_VERSIONS:
         raise CheckpointError(
-            f"{folder} has format version {version!r}; this lockstep reads {FORMAT_VERSION}",
+            f"{folder} has format version {version!r}; this lockstep reads {WHOLE} and {SHARED}",
             "use the version of lockstep that wrote it",
         )
     seal = _SEAL.search(raw, max(0, len(raw) - 100))
@@ -230,14 +316,20 @@ def _parse_manifest(folder: Path, raw: bytes) -> Checkpoint:
             recipe=str(manifest["recipe"]),
             meta=dict(manifest["meta"]),
             files={
-                name: (int(facts["size_bytes"]), str(facts["sha256"]))
+                plain_name(name): (
+                    int(facts["size_bytes"]),
+                    str(facts["sha256"]),
+                    str(facts["part"]) if version == SHARED else name.removesuffix(".safetensors"),
+                )
                 for name, facts in manifest["files"].items()
             },
             skeletons=dict(manifest["skeletons"]),
         )
-        if set(checkpoint.files) != {file_name(part) for part in checkpoint.parts}:
+        strangers = {part for _, _, part in checkpoint.files.values()} - set(checkpoint.parts)
+        whole = {file_name(part) for part in checkpoint.parts}
+        if strangers or (version == WHOLE and set(checkpoint.files) != whole):
             raise ValueError("its files are not those of its parts")
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except MALFORMED as error:
         raise damaged(folder, f"{MANIFEST} is malformed: {error!r}") from error
     named = STEP_FOLDER.fullmatch(folder.name)
     if named and int(named[1]) != checkpoint.step:

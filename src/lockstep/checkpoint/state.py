@@ -1,14 +1,15 @@
 """What a resumable run consists of: trees of plain values and tensors.
 
-Owns: taking such a tree apart into named tensors and a JSON skeleton, putting
-it together again, copying it out of the way of the next step, and refusing one
-that does not fit the model. Does not own: files, or which trees a run saves.
+Owns: taking such a tree apart into named tensors and a JSON skeleton, dividing
+those among ranks, putting it together again, copying it out of the way of the
+next step, and refusing one that does not fit the model. Does not own: files, or
+which trees a run saves.
 Nothing here can run code that came with a checkpoint.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +114,52 @@ def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
         raise CheckpointError(f"unknown entry in a skeleton: {node!r:.200}", "use another one")
 
     return visit(skeleton)
+
+
+class Share(NamedTuple):
+    """What one rank of `size` keeps of the parts of a run. A share of one is all of it."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    """By part and name. Of a tensor that is cut, some consecutive rows."""
+    cuts: dict[str, dict[str, tuple[int, int]]]
+    """Of the tensors that are cut: the first row, and how many the whole has."""
+    skeletons: dict[str, Any]
+    rank: int = 0
+    size: int = 1
+
+
+def share_of(parts: Mapping[str, Any], rank: int = 0, size: int = 1) -> Share:
+    """Return the share of a rank where every rank has all of the state.
+
+    The tensors are laid end to end, and each rank takes the rows that begin in
+    its part of those bytes: as much as any other, to a row. No tensor is copied.
+    """
+    flat = {part: flatten(tree) for part, tree in parts.items()}
+    total = num_bytes(t for tensors, _ in flat.values() for t in tensors.values())
+    # What is empty lies between two bytes, at the very end perhaps: it is the last rank's there.
+    begin, end = total * rank // size, total * (rank + 1) // size + (rank + 1 == size)
+    share = Share({}, {}, {part: skeleton for part, (_, skeleton) in flat.items()}, rank, size)
+    position = 0
+    for part, (tensors, _) in flat.items():
+        pieces: dict[str, Tensor] = share.tensors.setdefault(part, {})
+        for name, tensor in tensors.items():
+            num_rows = len(tensor) if tensor.dim() and tensor.numel() else 1
+            row_bytes = num_bytes([tensor]) // num_rows or 1
+            first, stop = (
+                min(max(-((position - edge) // row_bytes), 0), num_rows) for edge in (begin, end)
+            )
+            if (first, stop) == (0, num_rows):
+                pieces[name] = tensor
+            elif first < stop:
+                pieces[name] = tensor[first:stop]
+                share.cuts.setdefault(part, {})[name] = (first, num_rows)
+            position += num_bytes([tensor])
+    return share
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return how much room the tensors take in a file."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def snapshot(tree: Any) -> Any:

@@ -15,8 +15,8 @@ What begins with a dot is unfinished work, and the next save removes it.
 import itertools
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,17 @@ from lockstep.agreement import together
 from lockstep.checkpoint.layout import (
     MANIFEST,
     STEP_FOLDER,
+    Written,
     flush_folder,
     num_bytes,
     plain_name,
     read_checkpoint,
-    write_checkpoint,
+    write_manifest,
+    write_share,
 )
 from lockstep.checkpoint.layout import Checkpoint as Checkpoint
 from lockstep.checkpoint.lock import FolderLock as FolderLock
-from lockstep.checkpoint.state import flatten, load_model_state
+from lockstep.checkpoint.state import Share, load_model_state, share_of
 from lockstep.errors import CheckpointError, closest
 from lockstep.parallel import bare
 from lockstep.runtime import World
@@ -57,43 +59,65 @@ class CheckpointStore:
         """Return where the checkpoint of a step is, or would be."""
         return self.folder / f"step_{step:08d}"
 
-    def save(self, step: int, parts: Mapping[str, Any], meta: Mapping[str, Any]) -> Path:
-        """Commit a checkpoint and return its folder once it has been read back.
+    def save(self, step: int, parts: Mapping[str, Any] | Written, meta: Mapping[str, Any]) -> Path:
+        """Commit a checkpoint, read back before it exists, and return its folder.
 
         A valid one of the same step is kept as it is. Older ones that nothing
-        needs any more are removed afterwards.
+        needs any more are removed afterwards. In place of `parts` may stand what
+        ranks have `Written` since `begin`, each with `write_share`.
 
         Raises:
-            CheckpointError: nothing was committed and what was there is untouched, or what
-                was committed does not read back and nothing was removed.
+            CheckpointError: nothing was committed and what was there is untouched.
         """
-        if step < 0:
-            raise CheckpointError(f"a run cannot be at step {step}", "count from 0")
-        final = self.path(step)
-        aside = final.with_name(f".writing_{final.name}")
-        needed = sum(num_bytes(flatten(tree)[0].values()) for tree in parts.values())
+        final, aside = self.path(step), self._aside(step)
         try:
-            if self._is_saved(final):
-                return final
-            self._sweep()
-            aside.mkdir(parents=True)
-            write_checkpoint(aside, step, self.recipe, parts, meta)
-            if final.exists():  # and is damaged
-                os.rename(final, final.with_name(f".rejected_{final.name}"))
-            os.rename(aside, final)
-            flush_folder(self.folder)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot save step {step} in {self.folder}: {error} "
-                f"({needed:,} bytes needed, {_free_bytes(self.folder)} free)",
-                "make room or save elsewhere; earlier checkpoints are untouched",
-            ) from error
+            if not isinstance(parts, Written):
+                if not self.begin(step):
+                    return final
+                share = share_of(parts)
+                parts = Written(share.skeletons, self.write_share(step, share))
+            with self._reporting(step, sum(facts["size_bytes"] for facts in parts.files.values())):
+                write_manifest(aside, step, self.recipe, parts, meta)
+                read_checkpoint(aside, hashed=False)  # each file was read back by who wrote it
+                if final.exists():  # and is damaged
+                    os.rename(final, final.with_name(f".rejected_{final.name}"))
+                os.rename(aside, final)
+                flush_folder(self.folder)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        self.verify(final)
         self._verified[final] = _fingerprint(final)
         self._prune(final)
         return final
+
+    def begin(self, step: int) -> bool:
+        """Make room for the files of a checkpoint; say no if there is a valid one already."""
+        if step < 0:
+            raise CheckpointError(f"a run cannot be at step {step}", "count from 0")
+        with self._reporting(step):
+            if self._is_saved(self.path(step)):
+                flush_folder(self.folder)  # a save that failed in its last moment had not
+                return False
+            self.sweep()
+            self._aside(step).mkdir(parents=True)
+            if not self._verified:
+                _flush_above(self.folder)
+        return True
+
+    def write_share(self, step: int, share: Share) -> dict[str, dict[str, Any]]:
+        """Write what one rank has of a checkpoint, and return what to say of its files."""
+        needed = sum(num_bytes(tensors.values()) for tensors in share.tensors.values())
+        with self._reporting(step, needed):
+            return write_share(self._aside(step), share)
+
+    def sweep(self) -> None:
+        """Remove what was begun and never committed."""
+        for kind in ("writing", "removing", "rejected", "naming"):
+            for path in self.folder.glob(f".{kind}_*"):
+                if path.is_symlink():
+                    with suppress(OSError):
+                        path.unlink()
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def name(self, step: int, alias: str) -> Path:
         """Point `alias` (such as `best_model.pt`) at a checkpoint, which retention then keeps.
@@ -205,20 +229,33 @@ class CheckpointStore:
         keep their aliases.
         """
         moved = []
-        aliases = self.aliases()
         newest_first = reversed([newer for newer in self.steps() if newer > step])
         for old in map(self.path, newest_first):  # or a kill midway would leave the newest in place
             names = (old.with_name(f"superseded_{n}_{old.name}") for n in itertools.count(1))
             new = next(name for name in names if not name.exists())
             try:
                 os.rename(old, new)
-                for alias in (alias for alias, target in aliases.items() if target == old.name):
-                    _point(self.folder / alias, new.name)
                 flush_folder(self.folder)
             except OSError as error:
                 raise CheckpointError(f"cannot set {old} aside: {error}", "move it") from error
             moved.append(new)
+        try:
+            self._follow_superseded()
+        except OSError as error:
+            raise CheckpointError(f"cannot move names in {self.folder}: {error}", "them") from error
         return moved
+
+    def _follow_superseded(self) -> None:
+        """Let each alias follow its checkpoint aside, also where a kill kept it from doing so."""
+        for link in self._entries():
+            if not link.is_symlink() or os.path.exists(link.path):
+                continue
+            target = os.path.basename(os.readlink(link.path))
+            if STEP_FOLDER.fullmatch(target):
+                aside = self.folder.glob(f"superseded_*_{target}")
+                newest = max(aside, key=lambda path: int(path.name.split("_")[1]), default=None)
+                if newest is not None:
+                    _point(self.folder / link.name, newest.name)
 
     def _entries(self) -> list[os.DirEntry[str]]:
         try:
@@ -265,14 +302,21 @@ class CheckpointStore:
             self._verified[path] = found
         return True
 
-    def _sweep(self) -> None:
-        """Remove what a writer that died left behind."""
-        for kind in ("writing", "removing", "rejected", "naming"):
-            for path in self.folder.glob(f".{kind}_*"):
-                if path.is_symlink():
-                    path.unlink(missing_ok=True)
-                else:
-                    shutil.rmtree(path, ignore_errors=True)
+    def _aside(self, step: int) -> Path:
+        return self.folder / f".writing_{self.path(step).name}"
+
+    @contextmanager
+    def _reporting(self, step: int, num_needed: int = 0) -> Iterator[None]:
+        """Turn what the disk says into an error with the numbers."""
+        try:
+            yield
+        except OSError as error:
+            needed = f"{num_needed:,} bytes needed, " if num_needed else ""
+            raise CheckpointError(
+                f"cannot save step {step} in {self.folder}: {error} "
+                f"({needed}{_free_bytes(self.folder)} free)",
+                "make room or save elsewhere; earlier checkpoints are untouched",
+            ) from error
 
     def _of_this_recipe(self, checkpoint: Checkpoint) -> Checkpoint:
         if checkpoint.recipe != self.recipe:
@@ -299,6 +343,16 @@ def _point(link: Path, target: str) -> None:
     os.symlink(target, fresh)
     os.replace(fresh, link)
     flush_folder(link.parent)
+
+
+def _flush_above(folder: Path) -> None:
+    """Make the names of a folder and of those above it survive a power loss, where we may."""
+    device = folder.stat().st_dev
+    for above in folder.absolute().parents:
+        if above.stat().st_dev != device:
+            break
+        with suppress(PermissionError):
+            flush_folder(above)
 
 
 def _free_bytes(folder: Path) -> str:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 class BackgroundWriter:
     """Run jobs one after another beside the training loop.
 
-    A failed job is neither retried nor hidden: the next `submit`, `poll`,
-    `wait` or `close` raises its exception, once. An interpreter that exits
-    normally waits for the running job; one that leaves by `os._exit` does not,
-    so `close` first.
+    A failed job is neither retried nor hidden: the next `submit`, `wait` or
+    `close` raises its exception, once; `has_failed` tells without raising. An
+    interpreter that exits normally waits for the running job; one that leaves
+    by `os._exit` does not, so `close` first.
     """
 
     def __init__(self) -> None:
@@ -29,6 +29,11 @@ class BackgroundWriter:
         """Whether a job is running now."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a job has ended with a failure that nobody has been told yet."""
+        return not self.is_busy and self._error is not None
+
     def submit(self, job: Callable[[], object]) -> None:
         """Start `job`, once the one before it has ended and only if that one succeeded."""
         if self._is_closed:
@@ -38,11 +43,6 @@ class BackgroundWriter:
             target=self._run, args=(job,), name="lockstep-writer", daemon=True
         )
         self._thread.start()
-
-    def poll(self) -> None:
-        """Raise the failure of an ended job; return at once otherwise."""
-        if not self.is_busy:
-            self.wait()
 
     def wait(self) -> None:
         """Wait until no job is running, and raise the failure of the last one."""

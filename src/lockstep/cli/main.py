@@ -163,6 +163,63 @@ def rehearse(
     sys.exit(play(words, limit, without or [], as_json))
 
 
+certifying = typer.Typer(
+    help="Prove that resuming equals never stopping, that N ranks equal one; or name what differs.",
+    no_args_is_help=True,
+)
+app.add_typer(certifying, name="certify")
+AS_TYPED = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+Words = Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", help="as you would type it")]
+Steps = Annotated[int, typer.Option(help="how many steps each run takes")]
+Limit = Annotated[float, typer.Option(help="seconds without a step: it hangs")]
+Json = Annotated[bool, typer.Option("--json", help="print one object")]
+
+
+@certifying.command(
+    "resume",
+    epilog="Example: lockstep certify resume -- torchrun --nproc_per_node=2 train.py",
+    context_settings=AS_TYPED,
+)
+def certify_resume(
+    words: Words,
+    steps: Steps = 6,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="also evaluate, on a few samples, at each save")
+    ] = False,
+    limit: Limit = 300,
+    as_json: Json = False,
+) -> None:
+    """Run a command straight, and killed and resumed: are all bits the same?"""
+    from lockstep.cli.certify import certify
+
+    sys.exit(
+        certify("resume", words, steps=steps, evaluates=evaluate, limit_s=limit, as_json=as_json)
+    )
+
+
+@certifying.command(
+    "parity",
+    epilog="Example: lockstep certify parity --gpus 1,2,4 -- python train.py",
+    context_settings=AS_TYPED,
+)
+def certify_parity(
+    words: Words,
+    gpus: Annotated[str, typer.Option(help="numbers of ranks to compare")] = "1,2",
+    steps: Steps = 4,
+    exact: Annotated[bool, typer.Option("--exact", help="in exact mode: demand all bits")] = False,
+    limit: Limit = 300,
+    as_json: Json = False,
+) -> None:
+    """Run the command of one process on several numbers of ranks, with the same global batch."""
+    from lockstep.cli.certify import certify
+
+    sys.exit(
+        certify(
+            "parity", words, gpus=gpus, steps=steps, exact=exact, limit_s=limit, as_json=as_json
+        )
+    )
+
+
 @app.command(epilog="Example: lockstep new circles")
 def new(
     name: Annotated[str, typer.Argument(help="the project's folder")],

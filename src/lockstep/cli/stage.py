@@ -1,12 +1,11 @@
 """What a process of a rehearsed command does differently, and what it notes for the onlooker.
 
-Owns: the few places of lockstep at which `lockstep rehearse` steps in: a run gets a config
-with a middle, a loop of one's own gets two short epochs and a folder that is thrown away, and
-whoever commits the first checkpoint waits to be killed. Does not own: the verdict.
-
-It reaches every Python process of the command, under any launcher, because the environment
-does: `sitecustomize` in a folder on PYTHONPATH calls `set_up`. Nothing is imported before the
-command imports it itself.
+Owns: how every Python process of a command is reached, under any launcher: by the environment,
+for `sitecustomize` in a folder on PYTHONPATH calls `set_up`; nothing is imported before the
+command imports it itself. And the few places of lockstep at which `lockstep rehearse` steps in:
+a run gets a config with a middle, a loop of one's own gets two short epochs and a folder that is
+thrown away, and whoever commits the first checkpoint waits to be killed. Does not own: the
+verdict, nor what `lockstep certify` does in such a process (`certify/part.py`).
 """
 
 import importlib.util
@@ -21,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lockstep.certify.part import PART, Actor
+
 NOTES = "notes.jsonl"
 GOING_ON = "going_on"
 """A file that exists once the run has been killed: from then on the same command resumes."""
@@ -28,7 +29,7 @@ HOLD_S = 300.0
 """How long the holder of a first checkpoint waits for its end, should nobody come."""
 EPOCHS = STEPS_PER_EPOCH = 2
 
-SITE = """# Written by `lockstep rehearse`; see lockstep/cli/stage.py.
+SITE = """# Written by `lockstep rehearse` or `lockstep certify`; see lockstep/cli/stage.py.
 import os
 import sys
 
@@ -49,12 +50,16 @@ else:
 
 
 def build_stage(folder: Path) -> dict[str, str]:
-    """Prepare `folder` and return the variables that bring a command's processes there."""
-    (folder / "sitecustomize.py").write_text(SITE)
+    """Prepare `folder` for a rehearsal and return the variables that bring processes there."""
     (folder / NOTES).touch()
+    return {"LOCKSTEP_REHEARSAL": "1", **reach(folder)}
+
+
+def reach(folder: Path) -> dict[str, str]:
+    """Return the variables by which every Python process of a command calls `set_up(folder)`."""
+    (folder / "sitecustomize.py").write_text(SITE)
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     return {
-        "LOCKSTEP_REHEARSAL": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONFAULTHANDLER": "1",  # or a hang could not be asked where it hangs
         "PYTHONUNBUFFERED": "1",
@@ -63,13 +68,9 @@ def build_stage(folder: Path) -> dict[str, str]:
 
 def set_up(folder: str) -> None:
     """Have the parts of lockstep play along as soon as this process imports them."""
-    stage = Stage(Path(folder))
-    scenes: dict[str, Callable[[ModuleType], None]] = {
-        "lockstep.setup": stage.enter_setup,
-        "lockstep.data.loader": stage.enter_loader,
-        "lockstep.checkpoint.store": stage.enter_store,
-    }
-    sys.meta_path.insert(0, OnImport(scenes))
+    is_certified = (Path(folder) / PART).exists()
+    actor = Actor(Path(folder)) if is_certified else Stage(Path(folder))
+    sys.meta_path.insert(0, OnImport(actor.scenes))
 
 
 class OnImport(MetaPathFinder):
@@ -103,6 +104,15 @@ class Stage:
         self.folder = folder
         self.is_in_run = False
         self.num_stores = 0
+
+    @property
+    def scenes(self) -> dict[str, Callable[[ModuleType], None]]:
+        """Return what to do to which module once it is imported."""
+        return {
+            "lockstep.setup": self.enter_setup,
+            "lockstep.data.loader": self.enter_loader,
+            "lockstep.checkpoint.store": self.enter_store,
+        }
 
     @property
     def goes_on(self) -> bool:

@@ -42,19 +42,22 @@ class Ledger:
         return Ledger((self.digest + digest) % 2**64, self.count + count)
 
     @classmethod
-    def of_epoch(cls, order: Order, plan: BatchPlan, epoch: int) -> "Ledger":
-        """Return what the ledger must read when `epoch` is complete.
+    def of_epoch(
+        cls, order: Order, plan: BatchPlan, epoch: int, end: int | None = None
+    ) -> "Ledger":
+        """Return what the ledger must read when `epoch` is complete, or has come to `end`.
 
         An epoch that drops nothing is every sample once, whatever its order says. Of one
         that drops some, each sample counts once, so an order that repeats one is found out.
         """
-        if plan.samples_per_epoch == plan.num_samples:
+        end = plan.samples_per_epoch if end is None else end
+        if end == plan.num_samples:
             order = Sequential(plan.num_samples)
         is_trusted = type(order) in (Sequential, Shuffled)
         visited = np.zeros(0 if is_trusted else plan.num_samples, dtype=bool)
         ledger = cls()
-        for start in range(0, plan.samples_per_epoch, 1 << 20):
-            stop = min(start + (1 << 20), plan.samples_per_epoch)
+        for start in range(0, end, 1 << 20):
+            stop = min(start + (1 << 20), end)
             ids = order.ids(epoch, start, stop)
             ledger.add(epoch, ids)
             if not is_trusted:

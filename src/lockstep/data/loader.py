@@ -5,14 +5,15 @@ and handing them out a step at a time. Does not own: the order, the reading of a
 leaf, the copy to the device.
 """
 
+import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
-from torch.utils.data import DataLoader, default_collate
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
+from torch.utils.data import default_collate
 
 from lockstep.data.feed import to_device
 from lockstep.data.order import (
@@ -22,6 +23,7 @@ from lockstep.data.order import (
     Shuffled,
     consumed_after,
     leaves_of,
+    num_leaves_of,
     step_of,
 )
 from lockstep.data.reader import (
@@ -32,10 +34,12 @@ from lockstep.data.reader import (
     build_reader,
     is_stream,
 )
+from lockstep.data.workers import pinned_ahead, read_in_workers
 from lockstep.errors import ConfigError, DataError
 from lockstep.plan import BatchConfig, BatchPlan, plan_batches, resume_plan
 from lockstep.runtime import World
-from lockstep.signals import leave_signals_to_parent
+
+_log = logging.getLogger("lockstep")
 
 STREAM_LENGTH = 2**62
 """A stream is one endless epoch, in which a sample's id is its position."""
@@ -47,7 +51,10 @@ class LoaderConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_workers: NonNegativeInt = 0
-    prefetch: PositiveInt = 2
+    prefetch: int = Field(default=2, ge=1, le=100)
+    timeout_s: PositiveFloat = Field(default=300.0, allow_inf_nan=False)
+    """When a worker that gives no answer is replaced, or ten times the slowest read, if that
+    is longer. Three in a row fit into the 1800 s that other ranks wait by default."""
     on_bad_sample: Literal["stop", "skip"] = "stop"
 
 
@@ -60,6 +67,8 @@ class StepBatch:
     micro_batches: list[MicroBatch]
     consumed: int
     """Samples the whole run has consumed once this step is done."""
+    num_leaves: int = 0
+    """Micro-batches of the step on all ranks together."""
 
 
 class Loader:
@@ -123,6 +132,11 @@ class Loader:
         """Say whether the step handed out last was the last of its epoch."""
         return self.consumed > 0 and self.consumed % self.plan.samples_per_epoch == 0
 
+    def consumed_before(self, step: int) -> int:
+        """Return the samples that are consumed when `step` steps are done."""
+        own = step - self._shift
+        return consumed_after(self.plan, own - 1) if own else 0
+
     def seek(self, step: int, consumed: int) -> None:
         """Go on after `step` steps and `consumed` samples.
 
@@ -157,7 +171,8 @@ class Loader:
             mine = [next(read) for _ in leaves(step)]
             # Consumed, not fetched: whoever saves inside the loop body has trained on this step.
             self.consumed = consumed_after(self.plan, step - self._shift)
-            yield StepBatch(step, mine[0].leaf.epoch, mine, self.consumed)
+            num_leaves = num_leaves_of(self.plan, step - self._shift)
+            yield StepBatch(step, mine[0].leaf.epoch, mine, self.consumed, num_leaves)
 
 
 def read_held_out(
@@ -187,24 +202,18 @@ def plan_for(dataset: Any, batch: BatchConfig, world_size: int) -> BatchPlan:
 def _read(
     reader: LeafReader, leaves: Iterable[Leaf], config: LoaderConfig, world: World
 ) -> Iterator[MicroBatch]:
-    """Read leaves in worker processes, a few ahead, and move them to the device."""
-    num_workers = 0 if isinstance(reader, StreamReader) else config.num_workers
-    micro_batches: Iterable[MicroBatch] = DataLoader(
-        reader,  # type: ignore[arg-type]  # indexed by leaf, not by integer
-        sampler=leaves,
-        batch_size=None,
-        collate_fn=_as_is,
-        num_workers=num_workers,
-        prefetch_factor=config.prefetch if num_workers else None,
-        generator=torch.Generator(),  # or it draws a number from the caller's
-        pin_memory=world.device.type == "cuda",
-        worker_init_fn=leave_signals_to_parent,
-    )
-    for micro_batch in micro_batches:
-        if micro_batch.error is not None:
-            raise DataError(*micro_batch.error)
-        yield replace(micro_batch, data=to_device(micro_batch.data, world.device))
-
-
-def _as_is(micro_batch: Any) -> Any:
-    return micro_batch
+    """Read leaves, in worker processes and a few ahead if asked, and move them to the device."""
+    with ExitStack() as stack:
+        read: Generator[MicroBatch] = (reader[leaf] for leaf in leaves)
+        if config.num_workers and not isinstance(reader, StreamReader):
+            limits = config.num_workers, config.prefetch, config.timeout_s
+            read = stack.enter_context(closing(read_in_workers(reader, leaves, *limits)))
+            if world.device.type == "cuda":
+                pinned = pinned_ahead(read, config.prefetch, world.device)
+                read = stack.enter_context(closing(pinned))
+        for micro_batch in read:
+            for fault in micro_batch.faults:
+                _log.warning("rank %d: %s", world.rank, fault)
+            if micro_batch.error is not None:
+                raise DataError(*micro_batch.error)
+            yield replace(micro_batch, data=to_device(micro_batch.data, world.device))

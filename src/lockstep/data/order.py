@@ -101,20 +101,38 @@ def leaves_of(plan: BatchPlan, step: int, rank: int) -> list[Leaf]:
     last leaf, with weight zero. It costs no time, since the others are busy, and all
     ranks meet in the same collectives.
     """
-    epoch, index = divmod(step, plan.steps_per_epoch)
-    begin = index * plan.global_batch
-    end = min(begin + plan.global_batch, plan.samples_per_epoch)
-    num_leaves = math.ceil((end - begin) / plan.batch_size)
+    epoch, begin, end = _span(plan, step)
+    num_leaves = num_leaves_of(plan, step)
 
     def leaf(place: int, borrowed: bool = False) -> Leaf:
-        start = begin + place * plan.batch_size
-        return Leaf(epoch, place, start, min(start + plan.batch_size, end), borrowed)
+        start = begin + place * plan.leaf_size
+        return Leaf(epoch, place, start, min(start + plan.leaf_size, end), borrowed)
 
-    first = num_leaves * rank // plan.world_size
-    last = num_leaves * (rank + 1) // plan.world_size
-    num_borrowed = math.ceil(num_leaves / plan.world_size) - (last - first)
-    own = [leaf(place) for place in range(first, last)]
+    own = [leaf(place) for place in share(num_leaves, rank, plan.world_size)]
+    num_borrowed = math.ceil(num_leaves / plan.world_size) - len(own)
     return own + [leaf(num_leaves - 1, borrowed=True)] * num_borrowed
+
+
+def num_leaves_of(plan: BatchPlan, step: int) -> int:
+    """Return how many leaves a step has; the last of an epoch may have fewer."""
+    _, begin, end = _span(plan, step)
+    return math.ceil((end - begin) / plan.leaf_size)
+
+
+def share(num_leaves: int, rank: int, world_size: int) -> range:
+    """Return the places of the leaves that are a rank's own.
+
+    >>> [list(share(5, rank, 3)) for rank in range(3)]
+    [[0], [1, 2], [3, 4]]
+    """
+    return range(num_leaves * rank // world_size, num_leaves * (rank + 1) // world_size)
+
+
+def _span(plan: BatchPlan, step: int) -> tuple[int, int, int]:
+    """Return the epoch of a step, and the positions in it where the step begins and ends."""
+    epoch, index = divmod(step, plan.steps_per_epoch)
+    begin = index * plan.global_batch
+    return epoch, begin, min(begin + plan.global_batch, plan.samples_per_epoch)
 
 
 def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:

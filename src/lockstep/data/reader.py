@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from lockstep.data.feed import pin
 from lockstep.data.order import Ids, Leaf, Order
@@ -19,6 +19,19 @@ from lockstep.errors import DataError, LockstepError
 from lockstep.randomness import seed_all, untouched
 
 Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFault:
+    """A worker process that was lost over a leaf, and replaced."""
+
+    pid: int
+    happened: str
+    seconds: float
+    """Lost by it: from when the leaf was needed until it was there."""
+
+    def __str__(self) -> str:
+        return f"loader worker {self.pid} {self.happened}; replaced, {self.seconds:.2g} s lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +43,7 @@ class MicroBatch:
     data: Any
     skipped: tuple[tuple[int, str], ...] = ()
     error: tuple[str, str] | None = None
+    faults: tuple[WorkerFault, ...] = ()
 
     @property
     def counts(self) -> bool:
@@ -42,7 +56,7 @@ class MicroBatch:
         return np.concatenate([self.ids, np.array([s for s, _ in self.skipped], dtype=np.int64)])
 
     def pin_memory(self) -> "MicroBatch":
-        """Move the data to page-locked memory; torch's loader calls this."""
+        """Return it with the data in page-locked memory."""
         return replace(self, data=pin(self.data))
 
 
@@ -63,12 +77,11 @@ class LeafReader:
     on_bad_sample: str
 
     def __getitem__(self, leaf: Leaf) -> MicroBatch:
-        if get_worker_info() is not None:
-            return self._read(leaf)
         with untouched():  # in this process the caller's generators are not ours to move
-            return self._read(leaf)
+            return self.read(leaf)
 
-    def _read(self, leaf: Leaf) -> MicroBatch:
+    def read(self, leaf: Leaf) -> MicroBatch:
+        """Read a leaf, moving the global generators."""
         ids = self.order.ids(leaf.epoch, leaf.start, leaf.stop)
         samples, good, skipped = [], [], []
         for sample in ids.tolist():
@@ -92,7 +105,7 @@ class LeafReader:
         try:
             return MicroBatch(leaf, ids, self.collate(samples), skipped)
         except Exception as error:  # likewise: raised here, it would be one rank's alone
-            names = ", ".join(_name(self.dataset, sample) for sample in ids.tolist()[:8])
+            names = names_of(self.dataset, ids)
             problem = f"cannot make a batch of {names}: {type(error).__name__}: {error}"
             return MicroBatch(leaf, ids, None, error=(problem, "samples alike, or another collate"))
 
@@ -107,7 +120,8 @@ class StreamReader(LeafReader):
     _position = 0
     _samples: Iterator[Any] | None = None
 
-    def _read(self, leaf: Leaf) -> MicroBatch:
+    def read(self, leaf: Leaf) -> MicroBatch:
+        """Walk on to the end of a leaf, moving the global generators."""
         samples = []
         while self._position < leaf.stop:
             seed_all(self.seed, "sample", leaf.epoch, self._position)
@@ -148,6 +162,11 @@ def _explain(dataset: Any, sample: int, error: Exception) -> tuple[str, str]:
         f"{_name(dataset, sample)} cannot be read: {type(error).__name__}: {error}",
         "mend or remove it, or on_bad_sample=skip",
     )
+
+
+def names_of(dataset: Any, ids: Ids) -> str:
+    """Name the first few of some samples."""
+    return ", ".join(_name(dataset, sample) for sample in ids.tolist()[:8])
 
 
 def _name(dataset: Any, sample: int) -> str:

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import resource
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -200,7 +201,7 @@ def versions(
     python: str = platform.python_version(),
 ) -> Result:
     """Are Python and every package lockstep needs there, and new enough?"""
-    wanted = requirements if requirements is not None else metadata.requires(DISTRIBUTION) or []
+    wanted, remark = (requirements, "") if requirements is not None else _requirements()
     bad: list[str] = []
     missing_extras: list[str] = []
     for text in wanted:
@@ -218,9 +219,28 @@ def versions(
     if _numbers(python) < (3, 11):
         bad.insert(0, f"Python {python} (needs 3.11)")
     if bad:
-        return fail("versions", f"missing or too old: {', '.join(bad)}", "make setup")
-    without = f"; without {', '.join(missing_extras)}" if missing_extras else ", every extra"
-    return ok("versions", f"Python {python}, torch {facts.get('torch', 'unknown')}{without}")
+        return fail("versions", f"missing or too old: {', '.join(bad)}{remark}", "make setup")
+    has = f"Python {python}, torch {facts.get('torch', 'unknown')}"
+    if missing_extras:
+        has += f"; without {', '.join(missing_extras)}"
+    elif wanted:
+        has += ", every extra"
+    return warn("versions", has + remark, "pip install -e .") if remark else ok("versions", has)
+
+
+def _requirements(tree: Path = Path(__file__).parents[3]) -> tuple[Sequence[str], str]:
+    """Return what lockstep needs, and a remark where it is not installed but lies in `tree`."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.requires(DISTRIBUTION) or [], ""
+    remark = f"; lockstep is not installed, but used from {tree}"
+    try:
+        project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+        wanted = list(project["dependencies"])
+        for extra, names in project["optional-dependencies"].items():
+            wanted += [f"{name}; extra == '{extra}'" for name in names]
+    except (OSError, ValueError, KeyError):
+        return [], f"{remark} without its pyproject.toml, which lists the packages it needs"
+    return wanted, remark
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -40,9 +40,10 @@ from lockstep.doctor.findings import Findings
 from lockstep.errors import DataError, LockstepError
 from lockstep.launch.worker import run_script
 from lockstep.randomness import seed_all
+from lockstep.resuming import agree_on_contract, choose_checkpoint
 from lockstep.runtime import World, choose_device, launched, leave_process
 from lockstep.schedule import warmup_length
-from lockstep.setup import agree_on_contract, choose_checkpoint, choose_precision
+from lockstep.setup import choose_precision
 from lockstep.step import train_step
 from lockstep.task import Task
 

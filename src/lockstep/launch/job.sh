@@ -1,25 +1,41 @@
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
-first=$record.$SLURM_JOB_ID.code # the exit code of the rank that failed first
-trap 'rm -f "$first"' EXIT
+errors=${record}_$SLURM_JOB_ID.errors # what ranks failed with, however often the job is queued
+rm -f "$record.$SLURM_JOB_ID."*.first # of a stay that ended with its node
 told=
 trap 'told=yes' TERM # SLURM takes the job away; the ranks know, save, and leave with 143
 
 say() { echo "lockstep: $*"; }
 
 # One task per rank. srun ends the others when one fails, and reports the highest exit code, which
-# then is theirs: so the first to fail writes its own down. The shell around a rank outlives signals
-# that are meant for it.
+# then is theirs: so the first to fail writes its own down, and its error. One that was killed is
+# nobody's victim, and writes over what those it left alone have written. The shell around a rank
+# outlives signals that are meant for it. A file system may take a while to see a file under a name
+# that was not there before, so each try has a name of its own.
 train() {
-  local code=0 own
-  rm -f "$first"
+  local own
+  code=0 error=
+  LOCKSTEP_FIRST_FAILURE=$(realpath -m "$record.$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$try.first")
+  export LOCKSTEP_FIRST_FAILURE
   srun --kill-on-bad-exit=1 --export=ALL "${srun_options[@]}" bash -c '
     trap : USR1 TERM
-    "${@:2}"
+    "$@"
     code=$?
-    ((code == 0)) || (set -o noclobber; echo $code >"$1") 2>/dev/null
-    exit $code' rank "$first" "${command[@]}" || code=$?
-  if read -r own <"$first"; then code=$own; fi 2>/dev/null
-  return "$code"
+    case $code in
+      0) ;;
+      135 | 136 | 137 | 139) echo $code >"$LOCKSTEP_FIRST_FAILURE" ;;
+      *) (set -o noclobber; echo $code >"$LOCKSTEP_FIRST_FAILURE") 2>/dev/null ;;
+    esac
+    exit $code' rank "${command[@]}" || code=$?
+  if { read -r own; read -r error; } <"$LOCKSTEP_FIRST_FAILURE"; [[ -n $own ]]; then code=$own; fi 2>/dev/null
+  rm -f "$LOCKSTEP_FIRST_FAILURE"
+}
+
+# A bug comes back: so many times the same error at the same step, and it is not tried again.
+is_crash_loop() {
+  [[ -n $error ]] || return
+  say "$error"
+  echo "$error" >>"$errors"
+  (($(grep -cFxe "$error" "$errors") >= crash_loop))
 }
 
 # Back to the queue; started again, the run goes on from its newest checkpoint.
@@ -51,8 +67,11 @@ wait_for_nodes() {
 }
 
 for ((try = 1; ; try++)); do
-  code=0
-  train || code=$?
+  train
+  if is_crash_loop; then
+    say "the same error $crash_loop times in the same place; not trying again"
+    code=4
+  fi
   case $code in
     0 | 2 | 3 | 4 | 129 | 130) break ;; # finished, or as true the second time
     143) if is_preempted; then requeue "saved for a job that goes first"; else break; fi ;;

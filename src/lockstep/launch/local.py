@@ -26,7 +26,7 @@ from typing import Any
 
 from lockstep.errors import LaunchError
 from lockstep.launch.roll_call import call_roll, own_address, parse_head
-from lockstep.launch.worker import RECORD, check_script, work
+from lockstep.launch.worker import RECORD, check_script, identity_of, work
 
 CRASH_LOOP = 3
 """So many times the same error at the same step, and it is not tried again."""
@@ -215,9 +215,9 @@ class Failure:
 
     @property
     def identity(self) -> str:
-        """What makes two failures the same: the error, and the step it came in."""
+        """What makes two failures the same; empty for one that left no error."""
         error = self.told.get("error")
-        return " ".join([error, *self.told["notes"]]) if error else ""
+        return identity_of(error, self.told["notes"]) if error else ""
 
     def text(self, restarts_left: int, is_loop: bool) -> str:
         """Say it, once, for all ranks; what a rank has said itself is not repeated."""

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.errors import LaunchError
-from lockstep.launch.worker import check_script
+from lockstep.launch import worker
+from lockstep.launch.local import CRASH_LOOP
 
 ASK_EVERY_S = 2.0
 """How often SLURM is asked for a job's state; its log is looked at more often."""
@@ -78,7 +79,7 @@ def check(job: Job) -> None:
     Raises:
         LaunchError: with what is wrong and what to try.
     """
-    check_script(job.words)
+    worker.check_script(job.words)
     for flag, value, least in (
         ("--nodes", job.num_nodes, 1),
         ("--gpus-per-node", job.gpus_per_node, 0),
@@ -160,11 +161,14 @@ def job_script(job: Job, python: str) -> str:
     for option, value in job.options.items():
         lines += [f"#SBATCH --{option}={shlex.quote(value)}" if value else f"#SBATCH --{option}"]
     cpus = [f"--cpus-per-task={job.cpus_per_process}"] if job.cpus_per_process else []
-    command = " ".join([shlex.quote(python), *(_quoted(word, job) for word in job.words)])
+    # Started through the worker, a rank tells the script what it failed with.
+    start = [shlex.quote(python), "-m", worker.__name__]
+    command = " ".join([*start, *(_quoted(word, job) for word in job.words)])
     lines += [
         "",
         f"restarts={job.restarts} # after a failure, in this allocation",
         f"requeues={job.requeues} # at most, at the time limit",
+        f"crash_loop={CRASH_LOOP} # so often the same error at the same step, and it is the end",
         f"record={shlex.quote(f'{job.folder}/{job.title}')}",
         f"srun_options=({' '.join(cpus)})",
         *job.setup,

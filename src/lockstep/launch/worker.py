@@ -1,4 +1,6 @@
-"""One rank, in a process forked from one that has torch in memory already.
+"""One rank: forked by `lockstep launch` from a process that has torch, or started by srun.
+
+    srun python -m lockstep.launch.worker SCRIPT ...
 
 Owns: running a script as `python SCRIPT` would, ending with its launcher, leaving a
 record of an uncaught exception. Does not own: the group; the script joins it.
@@ -24,6 +26,8 @@ from typing import Any, NoReturn
 from lockstep.errors import LaunchError
 
 RECORD = "failure.json"
+FIRST_FAILURE = "LOCKSTEP_FIRST_FAILURE"
+"""Names the file of a job in which the first rank that fails says how; `job.sh` reads it."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -61,6 +65,7 @@ def work(*words: str) -> None:
         atexit._run_exitfuncs()  # a forked process would leave them out, and W&B relies on them
         sys.stdout.flush()
         sys.stderr.flush()
+        os._exit = leave  # the process that forked us ends us by it: taking torch down is slow
 
 
 def keep_log(folder: Path) -> None:
@@ -153,6 +158,37 @@ def leave_record(folder: Path, code: int, error: BaseException | None = None) ->
         path.write_text(json.dumps(told))
 
 
+def identity_of(error: str, notes: Sequence[str]) -> str:
+    r"""Return, in a line, what makes two failures the same: the error, and the step it came in.
+
+    >>> identity_of("ValueError: two\n lines", ["on rank 1, after step 3"])
+    'ValueError: two lines on rank 1, after step 3'
+    """
+    return " ".join(" ".join([error, *notes]).split())
+
+
+def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the error of the first rank that fails; of those it leaves alone, a line."""
+    said = f"{kind.__name__}: {error}"
+    identity = identity_of(said, getattr(error, "__notes__", []))
+    if isinstance(error, KeyboardInterrupt) or _is_first(f"1\n{identity}\n"):
+        traceback.print_exception(kind, error, _own_frames(trace))
+    else:
+        sys.stderr.write(f"{said.splitlines()[0]} (another rank had failed before)\n")
+
+
+def _is_first(told: str) -> bool:
+    """Write how this rank failed, unless another rank of the job has already."""
+    try:
+        with open(os.environ[FIRST_FAILURE], "x") as file:
+            file.write(told)
+    except FileExistsError:
+        return False
+    except (KeyError, OSError):  # no job's script that would read it, or no place to write
+        pass
+    return True
+
+
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Leave out the frames of this file and of `runpy`: the script's author knows his own."""
     while trace is not None and trace.tb_next is not None:
@@ -161,3 +197,32 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
             return trace
         trace = trace.tb_next
     return trace
+
+
+def be_task(words: Sequence[str]) -> None:
+    """Run `python *words` as one of srun's tasks.
+
+    A failure is told before this process ends: the others notice the end, and fail of it.
+    """
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the folder it was started in, which `python SCRIPT` would not look into
+    own_process, leave = os.getpid(), os._exit
+
+    def exit_now(status: int) -> NoReturn:
+        if status and os.getpid() == own_process:
+            _is_first(f"{status}\n")
+        leave(status)
+
+    os._exit = exit_now
+    sys.excepthook = tell
+    try:
+        run_script(words)
+    except SystemExit as finished:
+        code = exit_code(finished)
+        if code:
+            _is_first(f"{code}\n")
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    be_task(sys.argv[1:])

@@ -31,6 +31,8 @@ STEP_FIELDS: dict[str, Callable[[float], str]] = {
 LINES = {
     "resume": "resumed at step {step} from {path}",
     "epoch": "epoch {epoch} done  loss {loss:.4g}  {message}",
+    "out_of_memory": "warning: {message}",
+    "non_finite": "warning: {message}",
     "checkpoint": "checkpoint at step {step}  {path}{cost}",
     "picture": "picture at step {step}  {path}",
     "sample_skipped": "skipped sample {sample}: {reason}",

@@ -29,6 +29,7 @@ from PIL import Image
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from lockstep.data.fingerprint import file_prints
 from lockstep.errors import ConfigError, DataError
 from lockstep_recipes.atlas.model import Tokenizer
 from lockstep_recipes.atlas.section import Section
@@ -272,6 +273,17 @@ class Frames:
         """Return a sample's name, for errors."""
         episode, time = self.places[index]
         return f"{self.episodes[episode].folder}, frame {time}"
+
+    def fingerprint(self) -> list[str]:
+        """Return what changes with each frame: its numbers, its words, its images."""
+        found = []
+        for number, time in self.places:
+            episode = self.episodes[number]
+            state = b"" if episode.states is None else episode.states[time].tobytes()
+            numbers = episode.actions[time].tobytes() + state
+            name = f"{episode.folder.name} {time} {episode.instruction} {numbers.hex()}"
+            found.append((name, [episode.images[view][time] for view in self.config.cameras]))
+        return file_prints(found)
 
     @cached_property
     def num_states(self) -> int:

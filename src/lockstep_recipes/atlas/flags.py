@@ -92,6 +92,8 @@ class Settings(Section):
     logging: LoggingSettings = Field(default_factory=LoggingSettings)
     wandb: WandbSettings = Field(default_factory=WandbSettings)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    lockstep: dict[str, Any] = Field(default_factory=dict)
+    """Any further setting of a `RunConfig`, by its own name."""
 
 
 def flags() -> Flags:
@@ -128,7 +130,9 @@ def build(argv: Sequence[str]) -> tuple[AtlasTask, RunConfig]:
     folder = run_folder(settings.checkpoint.save_dir)
     if is_rehearsal():
         settings, folder, resume = rehearse(settings, folder, resume)
-    config = RunConfig.parse(run_values(settings, folder, resume)).with_overrides(others)
+    config = RunConfig.parse(
+        merged(run_values(settings, folder, resume), settings.lockstep)
+    ).with_overrides(others)
     return AtlasTask(task_config(settings, args.config)), config
 
 

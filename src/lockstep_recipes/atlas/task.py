@@ -77,6 +77,14 @@ class AtlasTask(Task):
     """Train a policy; its backbones as well, or not."""
 
     name = "atlas"
+    may_change = (
+        "data.data_dir",
+        "data.action_stats_path",
+        "data.cache_images",
+        "notes",
+        "model.vggt_checkpoint",
+        "model.lang_encoder_name",
+    )
 
     def __init__(self, config: AtlasConfig) -> None:
         self.config = config
@@ -87,6 +95,10 @@ class AtlasTask(Task):
                 "model.predict_residual adds to the last action, which is not shown",
                 "data.use_last_action: true",
             )
+
+    def settings(self) -> dict[str, Any]:
+        """Return every setting."""
+        return self.config.model_dump(mode="json")
 
     # --- data ---------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.parse import parse_model
 from lockstep.plan import Rule
+from lockstep_recipes.settings import merged
 
 Metric = Literal["auroc", "auprc", "f1", "precision", "recall", "retrieval_at_1"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -191,6 +192,8 @@ class CTClipConfig(Section):
     """`auto`: go on from the newest good checkpoint, if any. `never`: refuse a folder that holds
     one. `discard`: throw away what the folder holds. Or a checkpoint's path."""
     accept_changes: bool = False
+    lockstep: dict[str, Any] = Field(default_factory=dict)
+    """Any further setting of a `RunConfig`, by its own name."""
 
     @property
     def folder(self) -> Path:
@@ -201,52 +204,55 @@ class CTClipConfig(Section):
         """Return what the spine must know, which has other names for it."""
         data, training, log = self.data, self.training, self.logging
         return RunConfig.parse(
-            {
-                "output_dir": str(self.folder),
-                "seed": self.experiment.seed,
-                "epochs": training.max_epochs,
-                "max_steps": training.max_steps,
-                "batch": {
-                    "batch_size": data.batch_size,
-                    "accumulate": training.gradient_accumulation_steps,
-                    "drop_last": data.drop_last,
+            merged(
+                {
+                    "output_dir": str(self.folder),
+                    "seed": self.experiment.seed,
+                    "epochs": training.max_epochs,
+                    "max_steps": training.max_steps,
+                    "batch": {
+                        "batch_size": data.batch_size,
+                        "accumulate": training.gradient_accumulation_steps,
+                        "drop_last": data.drop_last,
+                    },
+                    "rate": {
+                        "lr": training.learning_rate,
+                        "lr_scaling": training.lr_scaling,
+                        "reference_batch": training.reference_batch,
+                    },
+                    "schedule": {
+                        "shape": "cosine",
+                        "warmup_steps": training.warmup_steps,
+                        "floor": training.min_lr_ratio,
+                    },
+                    "loader": {
+                        "num_workers": data.num_workers,
+                        "prefetch": data.prefetch_factor,
+                        "on_bad_sample": data.on_bad_sample,
+                    },
+                    "evaluation": {
+                        "every_epochs": self.validation.eval_every_n_epochs,
+                        "best_metric": self.checkpoint.best_metric,
+                        "best_is": "highest",
+                    },
+                    "checkpoint": {
+                        "every_epochs": training.save_every_n_epochs,
+                        "keep_last": self.checkpoint.keep_last_n,
+                    },
+                    "sinks": {
+                        "wandb": log.use_wandb,
+                        "wandb_project": log.wandb_project,
+                        "wandb_name": self.experiment.name,
+                        "curves": log.curves,
+                    },
+                    "precision": precision,
+                    "max_grad_norm": training.max_grad_norm,
+                    "log_every": log.log_every_n_steps,
+                    "resume": self.resume,
+                    "accept_changes": self.accept_changes,
                 },
-                "rate": {
-                    "lr": training.learning_rate,
-                    "lr_scaling": training.lr_scaling,
-                    "reference_batch": training.reference_batch,
-                },
-                "schedule": {
-                    "shape": "cosine",
-                    "warmup_steps": training.warmup_steps,
-                    "floor": training.min_lr_ratio,
-                },
-                "loader": {
-                    "num_workers": data.num_workers,
-                    "prefetch": data.prefetch_factor,
-                    "on_bad_sample": data.on_bad_sample,
-                },
-                "evaluation": {
-                    "every_epochs": self.validation.eval_every_n_epochs,
-                    "best_metric": self.checkpoint.best_metric,
-                    "best_is": "highest",
-                },
-                "checkpoint": {
-                    "every_epochs": training.save_every_n_epochs,
-                    "keep_last": self.checkpoint.keep_last_n,
-                },
-                "sinks": {
-                    "wandb": log.use_wandb,
-                    "wandb_project": log.wandb_project,
-                    "wandb_name": self.experiment.name,
-                    "curves": log.curves,
-                },
-                "precision": precision,
-                "max_grad_norm": training.max_grad_norm,
-                "log_every": log.log_every_n_steps,
-                "resume": self.resume,
-                "accept_changes": self.accept_changes,
-            }
+                self.lockstep,
+            )
         )
 
     @classmethod

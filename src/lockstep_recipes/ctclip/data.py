@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveFloat, ValidationError
 from torch import Tensor
 
+from lockstep.data.fingerprint import Span, file_prints
 from lockstep.errors import DataError, closest
 
 FINDINGS = (
@@ -296,6 +297,17 @@ class VolumeData:
     def describe(self, index: int) -> str:
         """Name the file behind a sample."""
         return f"{self.entries[index].path} ({self.entries[index].origin})"
+
+    def fingerprint(self) -> list[str]:
+        """Return what changes with each volume: its file, its report, its labels, its scale."""
+        found: list[tuple[str, list[Path | Span]]] = []
+        for e in self.entries:
+            voxels: Path | Span = e.path
+            if e.offset is not None:
+                voxels = (e.path, e.offset, e.offset + 2 * int(np.prod(e.shape)))
+            said = (e.path.name, e.report, sorted(e.findings.items()), e.spacing, e.slope)
+            found.append((repr((*said, e.intercept)), [voxels]))
+        return file_prints(found)
 
 
 def read_voxels(entry: Entry) -> NDArray[Any]:

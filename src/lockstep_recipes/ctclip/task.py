@@ -45,6 +45,22 @@ class CTClipTask(Task):
     """Bring volumes and their reports together, and all others apart."""
 
     name = "ctclip"
+    may_change = (
+        "experiment.name",
+        "data.paths",
+        "data.batch_size",
+        "data.num_workers",
+        "data.prefetch_factor",
+        "data.on_bad_sample",
+        "training",
+        "validation",
+        "checkpoint",
+        "logging",
+        "resume",
+        "accept_changes",
+        "lockstep",
+    )
+    """What the run itself compares, and what decides nothing."""
     gathers = True
 
     def __init__(self, config: CTClipConfig) -> None:

@@ -12,7 +12,6 @@ from lockstep.observe.events import Event, EventLog
 from lockstep.schedule import warmup_cosine
 from lockstep.setup import check_alike, prepare
 from lockstep.signals import StopSignals
-from lockstep.step import train_step
 from lockstep.trainer import RunResult, Trainer
 from lockstep_recipes.ctclip.config import CTClipConfig
 from lockstep_recipes.ctclip.launch import banner, choose_precision, join
@@ -47,18 +46,7 @@ def run(config: CTClipConfig, task: CTClipTask | None = None) -> RunResult:
         )
         for batch in trainer.steps():
             run.set_rate(schedule(batch.step))
-            report = train_step(
-                task.loss,
-                run.model,
-                run.optimizer,
-                batch,
-                world,
-                seed=config.experiment.seed,
-                max_grad_norm=training.max_grad_norm,
-                autocast=run.autocast,
-                scaler=run.scaler,
-            )
-            trainer.took(report, batch)
+            trainer.step(batch)
         return trainer.finish()
 
 

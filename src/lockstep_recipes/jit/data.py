@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from lockstep.data.fingerprint import file_prints
 from lockstep.errors import DataError
 from lockstep_recipes.jit import text_pixels
 
@@ -44,6 +45,11 @@ class Listing:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def fingerprint(self) -> list[str]:
+        """Return what changes with each file, its name and class included."""
+        named = zip(self.names, self.labels, strict=True)
+        return file_prints([(f"{name} {label}", [self.root / name]) for name, label in named])
 
     def select(self, indices: list[int]) -> "Listing":
         """Return the same folder with some of its files only."""
@@ -255,6 +261,10 @@ class ImageFolder:
         """Name the file behind a sample."""
         return str(self.listing.root / self.listing.names[index])
 
+    def fingerprint(self) -> list[str]:
+        """Return what changes with each sample."""
+        return self.listing.fingerprint()
+
 
 class TextFolder:
     """Texts as {"image": uint8 (3, H, H), "label": 0, "mask": bool (H, H)}."""
@@ -274,6 +284,10 @@ class TextFolder:
     def describe(self, index: int) -> str:
         """Name the file behind a sample."""
         return str(self.listing.root / self.listing.names[index])
+
+    def fingerprint(self) -> list[str]:
+        """Return what changes with each sample."""
+        return self.listing.fingerprint()
 
 
 def read_tokens(path: Path) -> list[int]:

@@ -146,6 +146,18 @@ class JiTTask(Task):
     """
 
     name = "jit"
+    may_change = (
+        "data",
+        "val",
+        "data_format",
+        "grid",
+        "guidance",
+        "guidance_interval",
+        "sample_steps",
+        "sample_batch_size",
+        "num_fid_samples",
+        "inception_weights",
+    )
 
     def __init__(self, config: JiTConfig) -> None:
         self.config = config
@@ -155,6 +167,10 @@ class JiTTask(Task):
             load_inception(weights) if weights else evaluate.RandomFeatures()
         )
         self._reference_moments: Moments | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return every setting."""
+        return self.config.model_dump(mode="json")
 
     # --- data ---------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from safetensors.numpy import load, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lockstep.data.fingerprint import file_prints
 from lockstep.errors import DataError
 from lockstep.randomness import derive_seed
 from lockstep_recipes.protein.residues import UNKNOWN
@@ -140,6 +141,17 @@ class Chains:
         """Name the chain behind a sample."""
         source = self.sources[index]
         return str(source) if isinstance(source, Path) else f"chain {source.id}"
+
+    def fingerprint(self) -> list[str]:
+        """Return what changes with each chain: its file, or its residues and their places."""
+        return file_prints(
+            [
+                (source.name, [source])
+                if isinstance(source, Path)
+                else (f"{source.id} {source.aatype.tobytes()!r} {source.coords.sum():.3f}", [])
+                for source in self.sources
+            ]
+        )
 
     def by_length(self) -> "Chains":
         """Return the same chains from the shortest to the longest."""

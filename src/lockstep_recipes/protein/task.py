@@ -133,6 +133,14 @@ class ProteinTask(Task):
     """Train a network that designs side chains on a fixed backbone."""
 
     name = "protein"
+    may_change = (
+        "pdb_path",
+        "cache_dir",
+        "on_bad_sample",
+        "num_designs",
+        "sampler",
+        "sample_steps",
+    )
 
     def __init__(self, config: ProteinConfig) -> None:
         self.config = config
@@ -141,6 +149,10 @@ class ProteinTask(Task):
         auto = 0.5 if config.vocab == "fragment" else 1.0
         self.chi_weight = auto if config.chi_weight == "auto" else config.chi_weight
         self.baselines: dict[str, float] = {}
+
+    def settings(self) -> dict[str, Any]:
+        """Return every setting."""
+        return self.config.model_dump(mode="json")
 
     # --- data ---------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 from torch import Tensor
 
+from lockstep.data.fingerprint import file_prints
 from lockstep.errors import DataError
 from lockstep.randomness import derive_seed
 from lockstep_recipes.segmentation.labels import (
@@ -291,6 +292,13 @@ class SegmentationData:
     def describe(self, index: int) -> str:
         """Name the file behind a sample."""
         return str(self.listing.path("image", index))
+
+    def fingerprint(self) -> list[str]:
+        """Return what changes with each sample: its name, its image, its labels."""
+        listing = self.listing
+        kinds = [k for k in ("image", *self.kinds) if k in listing.folders]
+        files = [[listing.path(kind, i) for kind in kinds] for i in range(len(self))]
+        return file_prints(list(zip(listing.names, files, strict=True)))
 
     def read(self, index: int) -> tuple[Image.Image, dict[str, Plane]]:
         """Return an image and its planes as they are in the files, or as computed from others.

@@ -99,7 +99,7 @@ def build(argv: Sequence[str]) -> tuple[SegmentationTask, RunConfig]:
         sinks={"tensorboard": not args.no_tensorboard},
         precision="fp32" if args.no_amp else "auto",
         max_grad_norm=None,
-        sync_batch_norm=not args.no_sync_bn,
+        sync_batch_norm=not (args.no_sync_bn or args.exact),
         compile=args.compile,
     )
     crop = (args.crop * 2)[:2]

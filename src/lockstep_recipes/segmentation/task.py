@@ -98,15 +98,17 @@ def entropy(logits: Tensor) -> Tensor:
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, smooth: float = 0.0) -> Tensor:
     """Sum the (smoothed) cross-entropy over the labelled pixels."""
-    return F.cross_entropy(
-        logits, labels.long(), ignore_index=IGNORE, reduction="sum", label_smoothing=smooth
+    each = F.cross_entropy(
+        logits, labels.long(), ignore_index=IGNORE, reduction="none", label_smoothing=smooth
     )
+    return each.sum()  # apart: on a GPU the two in one add in another order each time
 
 
 class SegmentationTask(Task):
     """Train a ResNet with ASPP, and LoRM beside it, on scribbles or on masks."""
 
     name = "segmentation"
+    may_change = ("data", "pseudo", "backbone_weights", "num_pictures", "on_bad_sample")
 
     def __init__(self, config: SegmentationConfig) -> None:
         self.config = config
@@ -114,6 +116,10 @@ class SegmentationTask(Task):
         self._began = time.monotonic()
         self._steps_per_epoch = 1
         self._miou = 0.0
+
+    def settings(self) -> dict[str, Any]:
+        """Return every setting."""
+        return self.config.model_dump(mode="json")
 
     # --- data ---------------------------------------------------------------------------------
 

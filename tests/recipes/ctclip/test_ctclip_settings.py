@@ -17,7 +17,8 @@ from lockstep import RunConfig, read_events
 from lockstep.errors import ConfigError
 from lockstep.plan import Contract
 from lockstep.record import banner
-from lockstep.setup import Run, agree_on_contract, prepare
+from lockstep.resuming import agree_on_contract
+from lockstep.setup import Run, prepare
 from lockstep.testing import FakeWorld, run_ranks
 from lockstep_recipes.ctclip.config import CTClipConfig
 from lockstep_recipes.ctclip.flags import build, overrides

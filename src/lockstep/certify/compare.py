@@ -1,0 +1,332 @@
+"""Two traces, side by side: all that differs, in the order in which it came about.
+
+Owns: reading traces, what is compared with what, and the order of causes within a step. Does
+not own: what a difference is called (`verdict.py`).
+
+Leaves (micro-batches) are the same for every number of ranks, so they are compared by place.
+Numbers that rounding may touch are measured, not judged.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+STATE = ("statistics", "buffers", "scaler", "optimizer", "parameters", "averages")
+"""What a run carries from step to step, in the order in which a step changes it."""
+HINTS = ("rows", "volatile", "random", "attributes")
+"""What nothing saves, and samples as they were padded: it counts if something follows from it."""
+STAGES = (
+    *("ids", "content", "apart", "inputs", "outputs", "loss", "sums", "statistics"),
+    *("buffers", "grad_norm", "rates", "scaler", "optimizer", "parameters", "averages"),
+)
+"""The order of causes within a step. Ranks get apart by what one of them did to its weights; no
+difference of what they compute could, for their gradients meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that is not the same."""
+
+    stage: str
+    step: int
+    """Counted from 1; at the beginning of a life, the step it begins after."""
+    names: tuple[str, ...] = ()
+    place: int | None = None
+    """The micro-batch, if it is about one."""
+    before: Any = None
+    after: Any = None
+    at_start: bool = False
+    relative: float | None = None
+    """How far apart, where it is numbers that rounding may touch."""
+    same_weights: bool = True
+    """Whether the step began with the same bits."""
+
+
+@dataclass
+class Life:
+    """What one process group did: from a start to an end, or to a kill."""
+
+    start: dict[int, Record] = field(default_factory=dict)
+    steps: dict[int, dict[int, Record]] = field(default_factory=dict)
+    """By step, then by rank."""
+
+    @property
+    def began_at(self) -> int:
+        """Return the step it went on after."""
+        return int(self.start[0]["step"])
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return int(self.start[0]["size"])
+
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        """Return what the run said of its batches."""
+        return dict(self.start[0]["plan"])
+
+    @property
+    def whole(self) -> set[int]:
+        """Return the steps that every rank wrote down; a kill may have come before."""
+        return {step for step, ranks in self.steps.items() if len(ranks) == self.size}
+
+    def after(self, step: int) -> dict[int, Record]:
+        """Return what the ranks wrote down after `step` steps."""
+        return self.steps.get(step, self.start)
+
+
+@dataclass
+class Comparison:
+    """What was compared, and what came of it."""
+
+    differences: list[Difference] = field(default_factory=list)
+    measured: list[Difference] = field(default_factory=list)
+    """Numbers that are not the same bits, where rounding is allowed."""
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, difference: Difference) -> None:
+        """Note a difference."""
+        self.differences.append(difference)
+
+    def spread(self, stage: str) -> float:
+        """Return the largest relative difference that was measured."""
+        return max((m.relative or 0.0 for m in self.measured if m.stage == stage), default=0.0)
+
+    @property
+    def hard(self) -> list[Difference]:
+        """Return what may not differ."""
+        return [d for d in self.differences if d.stage not in HINTS]
+
+    @property
+    def hints(self) -> list[Difference]:
+        """Return what may, as long as nothing follows from it."""
+        return [d for d in self.differences if d.stage in HINTS]
+
+
+def read_lives(folder: Path) -> list[Life]:
+    """Return the lives of a run, in order; a line that a kill cut short is left out."""
+    lives: list[Life] = []
+    for path in sorted(folder.glob("rank_*.jsonl"), key=lambda p: int(p.stem.split("_")[1])):
+        number = -1
+        for record in _records(path):
+            if record["event"] == "start":
+                number += 1
+                if number == len(lives):
+                    lives.append(Life())
+                lives[number].start[record["rank"]] = record
+            else:
+                lives[number].steps.setdefault(record["step"], {})[record["rank"]] = record
+    return lives
+
+
+def _records(path: Path) -> Iterator[Record]:
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def compare(a: Life, b: Life, *, bits: bool = True) -> Comparison:
+    """Compare what `b` did with what `a` did in the same steps.
+
+    With `bits` every bit must be the same. Without, sums over micro-batches may be rounded
+    in another way: as long as the weights are the same bits, so must be all that comes before
+    the sum; from then on losses and gradients are measured.
+    """
+    found = Comparison()
+    joint = bool(b.plan["joint"])
+    before, after = ([int(life.plan["num_samples"])] for life in (a, b))
+    if before != after:
+        found.add(Difference("ids", b.began_at, before=before, after=after, at_start=True))
+    _compare_states(found, a.after(b.began_at), b.start, b.began_at, STATE, at_start=True)
+    if not bits:
+        found.counts.clear()  # of what is compared only here, the table would claim too much
+    _look_apart(found, b.start, b.began_at)
+    is_same_so_far = True
+    for step in sorted(a.whole & b.whole):
+        mine, theirs = _Step(a.steps[step]), _Step(b.steps[step])
+        one = _Stepwise(found, step, mine, theirs, bits=bits, same=is_same_so_far)
+        one.compare_data(joint)
+        one.compare_leaves(joint)
+        one.compare_sums(joint)
+        kept: tuple[str, ...] = STATE
+        if not bits:
+            kept = STATE[:3] if is_same_so_far and not joint else ("scaler",)
+        _look_apart(found, b.steps[step], step)
+        _compare_states(found, a.steps[step], b.steps[step], step, kept)
+        same = mine.first["state"]["parameters"] == theirs.first["state"]["parameters"]
+        is_same_so_far = is_same_so_far and same
+        found.counts["parameters"] += 0 if bits else len(mine.first["state"]["parameters"])
+    order = {stage: number for number, stage in enumerate((*HINTS, *STAGES))}
+    found.differences.sort(key=lambda d: (d.step, not d.at_start, order[d.stage]))
+    return found
+
+
+class _Step:
+    """One step of one run, over all its ranks."""
+
+    def __init__(self, ranks: Mapping[int, Record]) -> None:
+        self.ranks = ranks
+        self.first = ranks[0]
+        leaves = [leaf for record in ranks.values() for leaf in record["leaves"]]
+        self.leaves = {leaf["place"]: leaf for leaf in leaves}
+
+
+@dataclass
+class _Stepwise:
+    """The comparison of one step."""
+
+    found: Comparison
+    step: int
+    a: _Step
+    b: _Step
+    bits: bool
+    same: bool
+    """Whether the weights are the same bits so far."""
+
+    def compare_data(self, joint: bool) -> None:
+        """Compare which samples came, and whether they looked the same."""
+        if joint:
+            for key, stage in (("ids", "ids"), ("content", "rows")):
+                mine, theirs = (
+                    sorted(row for leaf in side.leaves.values() for row in leaf[key])
+                    for side in (self.a, self.b)
+                )
+                self.found.counts[stage] += len(mine)
+                if mine != theirs:
+                    self.found.add(Difference(stage, self.step, before=mine, after=theirs))
+            return
+        for key in ("ids", "content"):
+            self._by_place(key)
+
+    def compare_leaves(self, joint: bool) -> None:
+        """Compare what went into the model and what came out, by micro-batch."""
+        if joint or not (self.same or self.bits):
+            return
+        for key in ("inputs", "outputs"):
+            self._by_place(key)
+
+    def compare_sums(self, joint: bool) -> None:
+        """Compare losses, gradient and rates."""
+        exactly = (self.bits or self.same) and not joint
+        for place in sorted(self.a.leaves.keys() & self.b.leaves.keys()) if not joint else ():
+            leaf = self.a.leaves[place]
+            seen = "outputs" if leaf["outputs"] else "batch"
+            self._numbers("loss", leaf["loss"], self.b.leaves[place]["loss"], exactly, place, seen)
+        for name in sorted(self.a.first["loss"].keys() | self.b.first["loss"].keys()):
+            mine, theirs = (side.first["loss"].get(name, []) for side in (self.a, self.b))
+            self._numbers("loss" if joint else "sums", mine, theirs, self.bits, None, name)
+        norms = [self.a.first["grad_norm"]], [self.b.first["grad_norm"]]
+        self._numbers("grad_norm", *norms, self.bits)
+        if self.bits:
+            mine, theirs = self.a.first["gradients"], self.b.first["gradients"]
+            names = tuple(n for n in sorted(mine | theirs) if mine.get(n) != theirs.get(n))
+            self.found.counts["grad_norm"] += len(mine)
+            if names:
+                apart = relative(*([float.fromhex(n) for n in norm] for norm in norms))
+                self.found.add(Difference("grad_norm", self.step, names, relative=apart))
+        rates = self.a.first["rates"], self.b.first["rates"]
+        self._numbers("rates", *rates, True)
+
+    def _by_place(self, key: str) -> None:
+        for place in sorted(self.a.leaves.keys() | self.b.leaves.keys()):
+            mine, theirs = (side.leaves.get(place, {}).get(key) for side in (self.a, self.b))
+            self.found.counts[key] += 1
+            if mine != theirs:
+                about = (self.b.leaves.get(place) or self.a.leaves[place])["ids"]
+                names = tuple(str(sample) for sample in about)
+                self.found.add(Difference(key, self.step, names, place, mine, theirs))
+                return
+
+    def _numbers(
+        self,
+        stage: str,
+        mine: list[str],
+        theirs: list[str],
+        exactly: bool,
+        place: int | None = None,
+        name: str = "",
+    ) -> None:
+        self.found.counts[stage] += len(mine)
+        if mine == theirs:
+            return
+        a, b = ([float.fromhex(n) for n in numbers] for numbers in (mine, theirs))
+        names = (name,) if name else ()
+        apart = relative(a, b)
+        to = self.found.differences if exactly else self.found.measured
+        same = self.same or self.bits
+        to.append(
+            Difference(stage, self.step, names, place, a, b, relative=apart, same_weights=same)
+        )
+
+
+def relative(a: list[float], b: list[float]) -> float:
+    """Return the largest difference of two lists of numbers, relative to the larger number.
+
+    >>> relative([1.0, 4.0], [1.0, 2.0])
+    0.5
+    """
+    if len(a) != len(b):
+        return float("inf")
+    pairs = [(abs(x - y), max(abs(x), abs(y))) for x, y in zip(a, b, strict=True)]
+    return max((gap / size for gap, size in pairs if gap), default=0.0)
+
+
+def _compare_states(
+    found: Comparison,
+    a: Mapping[int, Record],
+    b: Mapping[int, Record],
+    step: int,
+    kept: tuple[str, ...],
+    at_start: bool = False,
+) -> None:
+    """Compare what the first ranks carry on; generators follow the last leaf, on the last rank."""
+    for stage in (*kept, *HINTS[1:]):
+        ranks = (max(a), max(b)) if stage == "random" else (0, 0)
+        mine, theirs = a[ranks[0]]["state"][stage], b[ranks[1]]["state"][stage]
+        names = [n for n in sorted(mine.keys() | theirs.keys()) if mine.get(n) != theirs.get(n)]
+        if stage == "random":  # torch's is seeded anew for every micro-batch
+            names = [name for name in names if name in ("NumPy", "Python")]
+        found.counts[stage] += len(mine)
+        if names:
+            before, after = ({n: side.get(n) for n in names} for side in (mine, theirs))
+            found.add(
+                Difference(stage, step, tuple(names), before=before, after=after, at_start=at_start)
+            )
+
+
+def distance(a: Path, b: Path, began_at: int, step: int) -> tuple[float, str]:
+    """Return how far the weights of two runs ended apart, relative to how far they had come.
+
+    And the name of the one that is farthest, for its own way.
+    """
+    import torch
+
+    start, mine, theirs = (
+        torch.load(folder / f"values_{number}.pt", weights_only=True)
+        for folder, number in ((a, began_at), (a, step), (b, step))
+    )
+    gaps = {n: float((mine[n].double() - theirs[n].double()).square().sum()) for n in mine}
+    ways = {n: float((mine[n].double() - start[n].double()).square().sum()) for n in mine}
+    farthest = max(gaps, key=lambda n: gaps[n] / (ways[n] or 1e-300) if gaps[n] else 0.0)
+    gap, way = sum(gaps.values()), sum(ways.values())
+    return (math.sqrt(gap / way) if way else math.inf if gap else 0.0), farthest
+
+
+def _look_apart(found: Comparison, ranks: Mapping[int, Record], step: int) -> None:
+    """See whether every rank has the weights of the first."""
+    first = ranks[0]["state"]["parameters"]
+    found.counts["apart"] += len(ranks) - 1
+    for rank, record in sorted(ranks.items()):
+        own = record["state"]["parameters"]
+        names = tuple(name for name in first if own.get(name) != first[name])
+        if names:
+            found.add(Difference("apart", step, names, before=0, after=rank))
+            return

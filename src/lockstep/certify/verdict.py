@@ -1,0 +1,215 @@
+"""What a difference is called, and what to try: the first cause, in words.
+
+Owns: from the differences of a comparison to one name and one sentence. Does not own: finding
+the differences.
+
+A difference is named by the first thing that came out differently although all that went into
+it was the same. Where that could have several reasons, what nothing saves (the global random
+generators, buffers outside `state_dict`, attributes of the task and of modules) is looked at.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lockstep.certify.compare import Comparison, Difference
+from lockstep.certify.trace import GENERATOR
+
+Context = Literal["twice", "resume", "parity"]
+
+NAMES = {
+    "ids": "data",
+    "content": "augmentation",
+    "inputs": "RNG",
+    "outputs": "RNG",
+    "loss": "loss weighting",
+    "sums": "gradient reduction",
+    "statistics": "BatchNorm",
+    "buffers": "buffers",
+    "grad_norm": "gradient reduction",
+    "rates": "learning rate",
+    "apart": "ranks apart",
+    "scaler": "scaler",
+    "optimizer": "optimizer",
+    "parameters": "optimizer",
+    "averages": "averages",
+}
+COMPUTED = ("inputs", "outputs", "loss", "sums", "grad_norm", "optimizer", "parameters")
+"""What follows from something else: then the hints are asked."""
+KERNELS = "kernels"
+ROUNDING = 1e-5
+"""A sum that is no farther off may have been added up in another order, and no more."""
+TRY = {
+    "data": "an order that is a function of (seed, epoch, position), as lockstep's own are",
+    "augmentation": "random numbers from torch, NumPy or random inside the data set: they are "
+    "seeded by (seed, epoch, sample); no clock, no rank, no generator of its own",
+    "RNG": "context.generator(NAME) for what the loss draws; torch's own functions inside the "
+    "model are seeded for every micro-batch",
+    "loss weighting": "PartialLoss(sum, weight): the sum over units and their number, not divided "
+    "by ranks or by anything counted on one rank; what the task remembers belongs in Task.state()",
+    "BatchNorm": "sync_batch_norm=true for several ranks; running statistics in state_dict()",
+    "buffers": "register_buffer(..., persistent=True) for whatever forward() changes",
+    "gradient reduction": "no detach() around a gather, and no part of the model outside it",
+    "learning rate": "a rate that is a function of the step; lockstep's rule adapts it to ranks",
+    "ranks apart": "weights that only the optimizer changes; what one rank alone decides must "
+    "be decided by all",
+    "scaler": "the run's own scaler (run.scaler): it is saved and restored",
+    "optimizer": "all that moves the weights in the optimizer's state, or in Task.state()",
+    "averages": "averages kept by lockstep (averages=[0.999]): they are saved",
+    "weights": "a model whose load_state_dict takes back what state_dict gave",
+    KERNELS: "torch.use_deterministic_algorithms(True), and no random numbers outside torch's "
+    "own generators",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The first thing that differs, named."""
+
+    cause: str
+    step: int
+    says: str
+    remedy: str
+    place: int | None = None
+    names: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+def find_cause(compared: Comparison, context: Context) -> Finding | None:
+    """Return the first cause, or None if nothing differs that may not."""
+    if not compared.hard:
+        return None
+    first = compared.hard[0]
+    hints = [hint for hint in compared.hints if hint.step <= first.step]
+    cause, because = _cause(first, hints, context)
+    says = f"{_where(first)}: {_what(first, context)}{because}"
+    return Finding(cause, first.step, says, TRY[cause], first.place, first.names)
+
+
+def _cause(first: Difference, hints: list[Difference], context: Context) -> tuple[str, str]:
+    """Name a difference, and say what hints at it."""
+    name = NAMES[first.stage]
+    if first.at_start and first.stage == "parameters":
+        return "weights", ""
+    if first.at_start or first.stage not in COMPUTED:
+        return name, ""
+    if first.stage == "loss" and not first.same_weights:
+        return "optimizer", "; losses, gradients and rates were the same until then"
+    if first.stage == "loss" and any(hint.stage == "rows" for hint in hints):
+        return "augmentation", "; the same samples look different"
+    volatile = [name for hint in hints if hint.stage == "volatile" for name in hint.names]
+    if volatile and first.stage != "inputs":
+        return "buffers", f"; {_list(volatile)} is not in state_dict(), and differs"
+    states = {name for hint in hints if hint.stage == "random" for name in hint.names}
+    if states and first.stage in ("inputs", "outputs", "loss"):
+        return "RNG", f"; {_list(sorted(states))}'s global generator is elsewhere"
+    own, generators = _attributes(hints)
+    if generators and first.stage in ("inputs", "outputs", "loss"):
+        return "RNG", f"; {_list(generators)} is elsewhere, and nothing saves it"
+    suspect = f"; {_list(own)} differs, and is not saved" if own else ""
+    if context == "twice" and first.stage != "inputs":
+        return KERNELS, suspect
+    modules = [name for name in own if name.startswith("model.")]
+    if modules and first.stage == "outputs":
+        return "buffers", suspect
+    if first.stage == "loss" and not _is_weighting(first):
+        return "RNG", suspect
+    return name, suspect
+
+
+def _is_weighting(first: Difference) -> bool:
+    """Say whether a loss differs by how it was weighed, rather than by what was computed.
+
+    It does where the model returned the same; unseen, where the weight itself differs.
+    """
+    return "batch" not in first.names or first.before[1:2] != first.after[1:2]
+
+
+def _attributes(hints: list[Difference]) -> tuple[list[str], list[str]]:
+    """Return the attributes that differ: plain ones, and those that draw random numbers."""
+    own: dict[str, None] = {}
+    generators: dict[str, None] = {}
+    for hint in hints:
+        for name in hint.names if hint.stage == "attributes" else ():
+            is_generator = GENERATOR in str(hint.before.get(name)) + str(hint.after.get(name))
+            (generators if is_generator else own)[name] = None
+    return list(own), list(generators)
+
+
+def _where(first: Difference) -> str:
+    if first.at_start:
+        return f"after going on from step {first.step}" if first.step else "at the start"
+    return f"step {first.step}" + (
+        f", micro-batch {first.place}" if first.place is not None else ""
+    )
+
+
+def _what(first: Difference, context: Context) -> str:
+    """Say what differs, with the numbers."""
+    match first.stage:
+        case "ids" if first.at_start:
+            return f"{first.after[0]} training samples instead of {first.before[0]}"
+        case "ids":
+            return f"samples {_some(first.after)} instead of {_some(first.before)}"
+        case "content":
+            return f"samples {_some(first.names)} look different"
+        case "inputs":
+            return "the same batch, and the model was given something else"
+        case "outputs":
+            return "the same inputs and weights, and the model returned something else"
+        case "loss" if not first.same_weights:
+            old, new = first.before[0], first.after[0]
+            return f"weights that rounding does not explain: a loss of {new:.9g}, not {old:.9g}"
+        case "loss":
+            return _about_loss(first)
+        case "sums":
+            what = f"{_some(first.after)} instead of {_some(first.before)}"
+            return f"the same losses of all micro-batches, and their sum is {what}{_only(first)}"
+        case "grad_norm" if first.names:
+            what = f"{_list(first.names)}{_only(first)}"
+            return f"the same losses, and another gradient of {what}"
+        case "grad_norm":
+            gap = f"{first.after[0]:.9g} instead of {first.before[0]:.9g}"
+            return f"the same losses, and a gradient of norm {gap}"
+        case "rates":
+            return f"learning rate {_some(first.after)} instead of {_some(first.before)}"
+        case "apart":
+            return f"rank {first.after} has another {_list(first.names)} than rank 0"
+    if first.at_start:
+        return f"{_list(first.names)} is not what it was"
+    if first.stage == "parameters":
+        return f"the same gradient, and another {_list(first.names)}"
+    return f"{_list(first.names)} differs, and all before it is the same"
+
+
+def _only(first: Difference) -> str:
+    return " (only rounding)" if (first.relative or 0.0) < ROUNDING else ""
+
+
+def _about_loss(first: Difference) -> str:
+    if not first.before or not first.after or len(first.before) != len(first.after):
+        return "other parts of the loss"
+    if first.place is None:
+        about = f"loss {first.names[0]!r}" if first.names else "the reduced loss"
+        return f"{about} {_some(first.after)} instead of {_some(first.before)}"
+    (old, old_weight), (new, new_weight) = first.before[:2], first.after[:2]
+    same = f"the same {first.names[0]}"
+    if old_weight != new_weight:
+        return f"{same}, and a weight of {new_weight:g} instead of {old_weight:g}"
+    if old == new:
+        return f"the same loss, and other parts: {_some(first.after)} for {_some(first.before)}"
+    ratio = f" (x {new / old:.6g})" if old else ""
+    return f"{same}, and a loss of {new:.9g} instead of {old:.9g}{ratio}"
+
+
+def _some(values: Any, num: int = 4) -> str:
+    shown = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in values or []]
+    return ", ".join(shown[:num]) + (", ..." if len(shown) > num else "") or "none"
+
+
+def _list(names: Any, num: int = 3) -> str:
+    names = list(names)
+    more = f" and {len(names) - num} more" if len(names) > num else ""
+    return ", ".join(names[:num]) + more

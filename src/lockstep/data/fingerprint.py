@@ -1,0 +1,227 @@
+"""What a data set held when a checkpoint was saved, and what has changed in it since.
+
+Owns: the print that checkpoints keep, and the words for a difference. Does not own: what
+is done about one. A print does not know where the data lie: a copy elsewhere is the same.
+
+A data set may offer `fingerprint()`: a text for each sample, in order, that changes with
+it; `file_print` makes one of files. Of any other, a few samples are read as the loader
+would, in a process of their own: reading may open files, which forked workers must not share.
+"""
+
+import hashlib
+import math
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lockstep.data.reader import is_stream, names_of
+from lockstep.randomness import seed_all, untouched
+
+MAX_ENTRIES = 4096
+"""Of more samples, several share an entry: a checkpoint keeps at most 32 kB."""
+MAX_READ = 10_000
+"""Of more samples, only so many have their contents looked at, evenly spread."""
+WHOLE_BYTES, PIECE_BYTES, NUM_PIECES = 16_384, 4096, 4
+NUM_SAMPLES = 8
+READ_S = 20.0
+ROUNDING = 1e-5
+"""Of the mean size of a sample's numbers: processors differ in the last bits of a float."""
+
+
+def take_print(dataset: Any, seed: int, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the print of a data set: comparable with `like`, if that is given."""
+    if dataset is None or is_stream(dataset):
+        return {}
+    length = len(dataset)
+    if hasattr(dataset, "fingerprint"):
+        per_entry = like.get("per_entry") if like else None
+        per_entry = per_entry or math.ceil(length / MAX_ENTRIES)
+        texts = list(dataset.fingerprint())
+        blocks = ("\n".join(texts[i : i + per_entry]) for i in range(0, length, per_entry))
+        entries = [_digest(block.encode(), 4) for block in blocks]
+        return {"length": length, "per_entry": per_entry, "entries": entries}
+    wanted = {int(name) for name in like.get("samples", {})} if like else set()
+    indices = [i for i in sorted(wanted or spread(length, NUM_SAMPLES)) if i < length]
+    read = partial(_read_samples, dataset, seed, indices)
+    samples = read() if isinstance(dataset, list | tuple) else _elsewhere(read)
+    return {"length": length, "samples": samples}
+
+
+def spread(length: int, count: int) -> list[int]:
+    """Return up to `count` indices, the first and the last among them.
+
+    >>> spread(10, 4), spread(2, 4)
+    ([0, 3, 6, 9], [0, 1])
+    """
+    count = min(length, count)
+    return [i * (length - 1) // max(1, count - 1) for i in range(count)]
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], dataset: Any) -> str:
+    """Say what has changed between two prints; nothing if nothing has."""
+    if not old or not new or ("entries" in old) != ("entries" in new):
+        return ""
+    name = partial(_names, dataset)
+    if "samples" in old:
+        both = [i for i in old["samples"] if i in new["samples"]]
+        edited = [int(i) for i in both if not _alike(old["samples"][i], new["samples"][i])]
+        grown = new["length"] - old["length"]
+        said = [f"{abs(grown)} {'added' if grown > 0 else 'removed'}"] if grown else []
+        return ", ".join(said + ([f"other contents: {name(edited)}"] if edited else []))
+    before, now, each = old["entries"], new["entries"], old["per_entry"]
+    if before == now and old["length"] == new["length"]:
+        return ""
+    first = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), None)
+    at = min(len(before), len(now)) if first is None else first
+    place = name([min(at * each, new["length"] - 1)])
+    grown = new["length"] - old["length"]
+    if grown > 0:
+        kept = before if old["length"] % each == 0 else before[:-1]
+        where = "appended" if now[: len(kept)] == kept else "added among the others"
+        return f"{grown} samples {where}, the first about {place}"
+    if grown < 0:
+        return f"{-grown} samples removed, the first about {place}"
+    if Counter(before) == Counter(now):
+        return f"the same samples in another order, from {place} on"
+    edited = [i * each for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+    return f"{len(edited)} with other names or contents: {name(edited)}"
+
+
+def _names(dataset: Any, indices: Sequence[int]) -> str:
+    more = f" and {len(indices) - 3} more" if len(indices) > 3 else ""
+    return names_of(dataset, np.array(indices[:3], dtype=np.int64)) + more
+
+
+# --- Files ------------------------------------------------------------------------------------
+
+Span = tuple[Path, int, int | None]
+"""A file, or the bytes of it from a start to an end."""
+
+
+def file_prints(samples: Sequence[tuple[str, Sequence[Path | Span]]]) -> list[str]:
+    """Return a text for each sample, made of a name and of files: sizes, and some of the bytes.
+
+    Files up to 16 kB are read whole, larger ones at four places; of more than 10,000 samples
+    only every so manyth. Names should not hold the folder that the data happen to lie in.
+    """
+    every = math.ceil(len(samples) / MAX_READ) or 1
+    return [
+        "\0".join([name, *(_file_print(file, index % every == 0) for file in files)])
+        for index, (name, files) in enumerate(samples)
+    ]
+
+
+def _file_print(file: Path | Span, is_read: bool) -> str:
+    path, start, stop = file if isinstance(file, tuple) else (file, 0, None)
+    try:
+        if not is_read:
+            return str((os.stat(path).st_size if stop is None else stop) - start)
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            size = (os.fstat(opened).st_size if stop is None else stop) - start
+            if size <= WHOLE_BYTES:
+                return f"{size} {_digest(os.pread(opened, size, start))}"
+            places = [start + i * (size - PIECE_BYTES) // (NUM_PIECES - 1) for i in range(4)]
+            pieces = b"".join(os.pread(opened, PIECE_BYTES, place) for place in places)
+            return f"{size} {_digest(pieces)}"
+        finally:
+            os.close(opened)
+    except OSError as error:  # the loader will say so when it gets there
+        return f"unreadable: {error.strerror}"
+
+
+# --- Samples ----------------------------------------------------------------------------------
+
+
+def _read_samples(dataset: Any, seed: int, indices: Iterable[int]) -> dict[str, Any]:
+    """Return what a few samples hold; those that differ from one read to the next are left out."""
+
+    def read(index: int) -> list[Any]:
+        seed_all(seed, "sample", 0, index)
+        try:
+            return _contents(dataset[index])
+        except Exception as error:  # a bad sample is the loader's to name
+            return [_digest(type(error).__name__.encode()), 0.0, 0.0]
+
+    with untouched():
+        pairs = [(index, read(index), read(index)) for index in indices]
+    return {str(index): first for index, first, second in pairs if _alike(first, second)}
+
+
+def _elsewhere(action: "partial[dict[str, Any]]") -> dict[str, Any]:
+    """Return what `action` does in a forked process; nothing if that dies or takes too long."""
+    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(
+        target=_answer, args=(sender, action), daemon=True
+    )
+    child.start()
+    sender.close()
+    try:
+        return dict(receiver.recv()) if receiver.poll(READ_S) else {}
+    except EOFError:
+        return {}
+    finally:
+        child.kill()
+        child.join()
+        receiver.close()
+
+
+def _answer(sender: Connection, action: "partial[dict[str, Any]]") -> None:
+    sender.send(action())
+
+
+def _contents(sample: Any) -> list[Any]:
+    """Return a digest of all in a sample but its floats, and two sums over those."""
+    digest, floats = hashlib.blake2b(digest_size=8), [np.zeros(0)]
+
+    def visit(part: Any) -> None:
+        if isinstance(part, Tensor):
+            part = part.detach().cpu()
+            part = part.float().numpy() if part.is_floating_point() else part.numpy()
+        if isinstance(part, float | np.floating):
+            part = np.asarray(part)
+        digest.update(type(part).__name__.encode())
+        if isinstance(part, np.ndarray) and part.dtype.kind == "f":
+            digest.update(str(part.shape).encode())
+            floats.append(np.nan_to_num(part.astype(np.float64).ravel()))
+        elif isinstance(part, np.ndarray) and part.dtype.kind != "O":
+            digest.update(str((part.shape, part.dtype)).encode() + part.tobytes())
+        elif isinstance(part, Mapping):
+            for key in part:
+                visit(key)
+                visit(part[key])
+        elif isinstance(part, list | tuple):
+            for item in part:
+                visit(item)
+        elif is_dataclass(part) and not isinstance(part, type):
+            for own in fields(part):
+                visit(getattr(part, own.name))
+        elif part is None or isinstance(part, str | bytes | int | np.generic):
+            digest.update(repr(part).encode())
+        elif hasattr(part, "__array_interface__"):  # an image
+            visit(np.asarray(part))
+
+    visit(sample)
+    values = np.concatenate(floats)
+    wave = np.cos(np.arange(len(values)))
+    scale = float(np.abs(values).mean()) if len(values) else 0.0
+    return [digest.hexdigest(), float(values @ wave), scale]
+
+
+def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Say whether two samples hold the same, but for the rounding of floats."""
+    tolerance = ROUNDING * (max(a[2], b[2]) or 1.0)
+    return bool(a[0] == b[0] and abs(a[1] - b[1]) <= tolerance and abs(a[2] - b[2]) <= tolerance)
+
+
+def _digest(content: bytes | memoryview, size: int = 8) -> str:
+    return hashlib.blake2b(content, digest_size=size).hexdigest()

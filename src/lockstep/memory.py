@@ -1,0 +1,77 @@
+"""A step that does not fit in memory: known to all ranks, dropped by all, taken again in halves.
+
+Owns: how ranks agree that it did not fit, and the smaller pieces. Does not own: the step.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+
+from lockstep.agreement import raise_together
+from lockstep.errors import OutOfMemoryError
+from lockstep.parallel import answer_exchanges
+from lockstep.runtime import World
+
+if TYPE_CHECKING:
+    from lockstep.observe.events import EventLog
+    from lockstep.setup import Run
+
+T = TypeVar("T")
+
+
+def fit_together(work: Callable[[], T], model: nn.Module, world: World) -> T:
+    """Do `work`; if it does not fit in memory on one rank, fail on all alike. Collective.
+
+    The rank that failed first answers the exchanges the others are still waiting in.
+    """
+    problem = ""
+    try:
+        result = work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = str(error).splitlines()[0]
+    # Outside of the handler: inside, the error still holds what filled the memory.
+    if problem:
+        model.zero_grad(set_to_none=True)
+        answer_exchanges(model)
+    if world.all_max(int(bool(problem)))[0]:
+        model.zero_grad(set_to_none=True)  # what the others have is not all of it
+        raise_together(
+            world, OutOfMemoryError(problem, "a smaller batch_size") if problem else None
+        )
+    return result
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Say whether memory was lacking, on a GPU or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def halve(run: "Run", problem: str, events: "EventLog") -> None:
+    """Cut micro-batches in two from the step on that was not taken. Collective.
+
+    Raises:
+        OutOfMemoryError: there is nothing left to cut.
+    """
+    plan, step = run.contract.plan, run.progress.step
+    if plan.leaf_size == 1:
+        raise OutOfMemoryError(
+            f"step {step + 1}: one sample does not fit in memory: {problem}",
+            "a smaller model or sample, or precision=bf16",
+        )
+    halved = replace(plan, halvings=plan.halvings + 1)
+    run.contract, run.loader.plan = replace(run.contract, plan=halved), halved
+    run.loader.seek(step, run.progress.consumed)
+    run.replicate()
+    message = (
+        f"step {step + 1} did not fit in memory ({problem}): taken again, and on from here, in "
+        f"micro-batches of {halved.leaf_size} in place of {plan.leaf_size}, "
+        f"still {plan.global_batch} samples a step"
+    )
+    events.write("out_of_memory", step, batch_size=halved.leaf_size, message=message)

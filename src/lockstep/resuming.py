@@ -1,0 +1,211 @@
+"""What a run goes on from, and what may have changed since.
+
+Owns: the choice of a checkpoint, which settings and data must be as they were, and the words
+for what is not. Does not own: how a state is restored.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import Checkpoint, CheckpointStore
+from lockstep.config import RunConfig
+from lockstep.data.fingerprint import differences, take_print
+from lockstep.data.loader import plan_for
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.plan import Contract, resume_contract, scaled_rate
+
+_log = logging.getLogger("lockstep")
+
+BINDING: tuple[str, ...] = (
+    "schedule",
+    "batch.drop_last",
+    "precision",
+    "max_grad_norm",
+    "sync_batch_norm",
+    "exact",
+    "evaluation.best_metric",
+    "evaluation.best_is",
+)
+"""Settings, or sections, that decide what is learned or what is best: a resume keeps them."""
+ROUNDING: tuple[str, ...] = ("compile", "num_threads")
+"""Settings that decide the last bits, as hardware does: they bind in exact mode alone."""
+BOUND_ELSEWHERE: tuple[str, ...] = (
+    "seed",
+    "batch.batch_size",
+    "batch.accumulate",
+    "batch.global_batch_size",
+    "rate",
+    "averages",
+)
+"""Settings compared for what they amount to on the ranks there are: the contract, `restore`."""
+FREE: tuple[str, ...] = (
+    "output_dir",
+    "epochs",
+    "max_steps",
+    "loader",
+    "checkpoint",
+    "sinks",
+    "log_every",
+    "device",
+    "evaluation.every_epochs",
+    "evaluation.every_steps",
+    "evaluation.batch_size",
+    "evaluation.save_best",
+    "on_out_of_memory",
+    "on_non_finite",
+    "timeout_s",
+    "resume",
+    "accept_changes",
+)
+"""Settings that may change at any time. Another length bends a cosine from there on: whoever
+changes it has asked for that, and is told."""
+
+
+def choose_checkpoint(
+    store: CheckpointStore, resume: str
+) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """Return the checkpoint to go on from, and why newer ones were passed over."""
+    if resume == "discard":
+        return None, []
+    if resume not in ("auto", "never"):
+        return store.open(resume), []
+    checkpoint, rejected = store.latest()
+    if resume == "never" and (checkpoint or rejected):
+        found = checkpoint.path if checkpoint else rejected[0][0]
+        raise ConfigError(
+            f"{found} is from an earlier run, and resume is 'never'",
+            "resume=auto to go on with it, or another output_dir",
+        )
+    if checkpoint is None and rejected:
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected)
+        raise CheckpointError(
+            f"no checkpoint in {store.folder} is whole ({reasons})", "another output_dir"
+        )
+    return checkpoint, rejected
+
+
+def agree_on_contract(
+    config: RunConfig,
+    data: Any,
+    world_size: int,
+    checkpoint: Checkpoint | None = None,
+    gathers: bool = False,
+) -> Contract:
+    """Return the batch and rate contract: fresh, or the checkpoint's on this many ranks."""
+    plan = plan_for(data, config.batch, world_size)
+    effective = scaled_rate(config.rate, world_size, plan.global_batch)
+    fresh = Contract(plan, config.rate.lr, config.rate.lr_scaling, effective, config.seed)
+    if checkpoint is None:
+        return fresh
+    if "contract" not in checkpoint.meta:
+        raise CheckpointError(
+            f"{checkpoint.path} was saved by a loop of its own", "that loop, or another output_dir"
+        )
+    stored = Contract.from_json(checkpoint.meta["contract"])
+    asked = config.batch.global_batch_size
+    if asked is not None and not config.accept_changes and asked != stored.plan.global_batch:
+        raise ConfigError(
+            f"the checkpoint was trained with global_batch_size {stored.plan.global_batch}, "
+            f"this run asks for {asked}",
+            "the old number, or accept_changes=true to go on with the new one",
+        )
+    agreed, was = resume_contract(stored, fresh, config.accept_changes), stored.plan
+    # The same global batch on other ranks is another loss here: fewer samples meet at a time.
+    if gathers and agreed.plan.total_batch != was.total_batch and not config.accept_changes:
+        raise ConfigError(
+            f"the loss compares the samples of all ranks: the checkpoint was trained with "
+            f"{was.total_batch} at a time ({was.batch_size} x {was.world_size} ranks), this run "
+            f"would have {agreed.plan.total_batch}",
+            f"{was.world_size} ranks, or accept_changes=true",
+        )
+    return agreed
+
+
+def flat_settings(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested settings by their dotted names.
+
+    >>> flat_settings({"seed": 1, "rate": {"lr": 0.1}})
+    {'seed': 1, 'rate.lr': 0.1}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        below = isinstance(value, Mapping) and value
+        flat |= flat_settings(value, f"{above}{name}.") if below else {above + name: value}
+    return flat
+
+
+def is_among(name: str, names: Iterable[str]) -> bool:
+    """Say whether a dotted name is one of `names`, or below one."""
+    return any(f"{name}.".startswith(f"{above}.") for above in names)
+
+
+def changed_settings(
+    checkpoint: Checkpoint | None,
+    config: RunConfig,
+    task_settings: Mapping[str, Any],
+    may_change: Sequence[str] = (),
+) -> list[str]:
+    """Return the settings that decide the result and differ from the checkpoint's, old -> new.
+
+    A key the checkpoint does not know had its default then. Of the task's own settings all
+    count but those at or below a name in `may_change`.
+    """
+    if checkpoint is None or "config" not in checkpoint.meta:
+        return []
+    now = flat_settings(config.model_dump(mode="json"))
+    then = flat_settings(RunConfig().model_dump(mode="json"))
+    then |= flat_settings(checkpoint.meta["config"])
+    binding = BINDING + (ROUNDING if config.exact else ())
+    pairs = [(name, then.get(name), now[name]) for name in now if is_among(name, binding)]
+    if "task" in checkpoint.meta:
+        old = flat_settings(checkpoint.meta["task"])
+        new = flat_settings(json.loads(json.dumps(task_settings)))
+        names = [n for n in sorted(old.keys() | new.keys()) if not is_among(n, may_change)]
+        pairs += [(f"task.{name}", old.get(name), new.get(name)) for name in names]
+    length = [n for n in ("epochs", "max_steps") if then.get(n) != now[n]]
+    if length and config.schedule.shape == "cosine":
+        said = ", ".join(f"{n} {then.get(n)} -> {now[n]}" for n in length)
+        _log.warning("the cosine ends elsewhere than it did: %s", said)
+    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+
+
+def take_prints(
+    data: Any, held_out: Any, seed: int, checkpoint: Checkpoint | None
+) -> dict[str, Any]:
+    """Return what the data hold now, in the form the checkpoint has it."""
+    before = checkpoint.meta.get("data", {}) if checkpoint else {}
+    named = {"training": data, "held-out": held_out}
+    return {name: take_print(kept, seed, before.get(name)) for name, kept in named.items()}
+
+
+def changed_data(
+    checkpoint: Checkpoint | None, prints: Mapping[str, Any], data: Mapping[str, Any]
+) -> list[str]:
+    """Return what has changed in the data since the checkpoint."""
+    before = checkpoint.meta.get("data", {}) if checkpoint else {}
+    found = {name: differences(before.get(name, {}), prints[name], data[name]) for name in prints}
+    return [f"{name} data: {what}" for name, what in found.items() if what]
+
+
+def agree_to_go_on(
+    checkpoint: Checkpoint | None,
+    config: RunConfig,
+    changes: list[str],
+    agree: Callable[[], Contract],
+) -> Contract:
+    """Return what `agree` does, or refuse all that has changed since the checkpoint at once."""
+    if checkpoint is not None and "data" not in checkpoint.meta:
+        _log.warning("%s does not say what its data held: not compared", checkpoint.path)
+    if config.accept_changes or not changes:
+        return agree()
+    try:
+        agree()
+    except ConfigError as error:
+        changes = [*changes, error.problem]
+    raise ConfigError(
+        f"this is not what the checkpoint was trained with: {'; '.join(changes)}",
+        "the old settings and data, or accept_changes=true to go on with the new ones",
+    )

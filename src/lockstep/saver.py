@@ -1,0 +1,129 @@
+"""Save a run: from a copy in memory, in the background, whole or every rank its share.
+
+Owns: what a checkpoint is called, the copy, the hand-over to the writer, the commit once all
+shares are there, and what a failed save means. Does not own: when to save; nor files.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from lockstep.agreement import together
+from lockstep.checkpoint import BackgroundWriter, Written, share_of, snapshot
+from lockstep.errors import CheckpointError
+from lockstep.record import Record
+from lockstep.setup import Run
+
+
+class Saver:
+    """Saves one run, one checkpoint at a time."""
+
+    def __init__(self, run: Run, record: Record, stack: ExitStack) -> None:
+        self.run, self.record = run, record
+        self.writer: BackgroundWriter = BackgroundWriter()
+        stack.callback(self.writer.close)
+        self.saved_step = run.progress.step if run.resumed_from else None
+        self.is_last = False
+        """Whether a save that fails can no longer be made good by another."""
+        self._files: dict[str, dict[str, Any]] = {}
+        """What this rank wrote for a checkpoint that awaits the shares of the others."""
+        self._commit: Callable[[dict[str, dict[str, Any]]], object] | None = None
+
+    def save(self, metrics: Mapping[str, float], is_best: bool = False) -> None:
+        """Copy the state of the run to host memory and let the writer store it. Collective."""
+        began = time.monotonic()
+        self.settle()
+        run, saving = self.run, self.run.config.checkpoint
+        step = self.saved_step = run.progress.step
+        self.record.sum_ledger()
+        names = self._names(is_best)
+        meta = {**run.meta(run.progress), "names": names, "metrics": dict(metrics)}
+        is_sharded = saving.sharded and run.world.size > 1
+        parts = together(run.world, lambda: self._copy(is_sharded))
+        # Written before the checkpoint can exist: a resume from it must find this in the record.
+        path, stall_s = str(run.store.path(step)), time.monotonic() - began
+        self.record.events.write("checkpoint", step, path=path, stall_s=stall_s)
+
+        def commit(what: Any) -> None:
+            run.store.save(step, what, meta)
+            for name in names:
+                run.store.name(step, name)
+
+        def write_share() -> None:
+            self._files = run.store.write_share(step, parts)
+
+        if is_sharded:
+            try:
+                begun = together(run.world, lambda: run.world.is_first and run.store.begin(step))
+            except CheckpointError as error:
+                self._not_saved(error)
+                return
+            is_sharded = bool(run.world.all_max(int(begun))[0])  # or it is there, but for its names
+        if is_sharded:
+            self._commit = lambda files: commit(Written(parts.skeletons, files))
+            self.writer.submit(write_share)
+        elif run.world.is_first:
+            self.writer.submit(lambda: commit(parts))
+        if not saving.background:
+            self.settle()
+
+    @property
+    def votes(self) -> tuple[bool, bool]:
+        """Whether a save has failed on this rank, and whether one is under way."""
+        return self.writer.has_failed, self.writer.is_busy
+
+    def heed(self, has_failed: int, is_busy: int) -> None:
+        """Settle a save that has failed on any rank, or is complete on all. Collective."""
+        if has_failed or (self._commit and not is_busy):
+            self.settle(wait=False)
+
+    def settle(self, wait: bool = True) -> None:
+        """Wait for the save under way, commit it once every share is there. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, why it failed, unless the run may go on without.
+        """
+        world = self.run.world
+        try:
+            together(world, self.writer.wait)
+            if self._commit is not None:
+                commit, self._commit = self._commit, None
+                said = map(json.loads, world.all_texts(json.dumps(self._files)))
+                files = {name: facts for share in said for name, facts in share.items()}
+                if world.is_first:
+                    self.writer.submit(lambda: commit(files))
+                if wait:
+                    together(world, self.writer.wait)
+        except CheckpointError as error:
+            self._not_saved(error)
+
+    def _names(self, is_best: bool) -> list[str]:
+        """Return the names that a checkpoint of now has beside its step's."""
+        progress, saving = self.run.progress, self.run.config.checkpoint
+        epochs, into_epoch = divmod(progress.consumed, self.run.contract.plan.samples_per_epoch)
+        names = ["best_model.pt"] if is_best else []
+        if not into_epoch and saving.name_epochs:
+            names.append(f"checkpoint_epoch_{epochs}.pt")
+        if saving.name_steps and saving.every_steps and progress.step % saving.every_steps == 0:
+            names.append(f"checkpoint_step_{progress.step}.pt")
+        return names
+
+    def _copy(self, is_sharded: bool) -> Any:
+        """Return a copy of what this rank will write: its share, or all of it on the first rank."""
+        world = self.run.world
+        if not is_sharded:
+            return snapshot(self.run.parts()) if world.is_first else {}
+        share = share_of(self.run.parts(), world.rank, world.size)
+        return share._replace(tensors=snapshot(share.tensors))
+
+    def _not_saved(self, error: CheckpointError) -> None:
+        """Leave nothing half done; then stop, or say it loudly, as the run was told to."""
+        self._commit = self.saved_step = None
+        if self.run.world.is_first:
+            self.run.store.sweep()
+        if self.is_last or self.run.config.checkpoint.on_failed_save == "stop":
+            raise error
+        message = f"NOT SAVED: {error.problem}; the run goes on and tries again at the next save"
+        self.record.events.write("warning", self.run.progress.step, message=message)

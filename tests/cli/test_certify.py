@@ -1,0 +1,272 @@
+"""`lockstep certify`: each defect is found and called by its name, and sound runs are certified.
+
+The defects run on forked ranks, really killed, which takes tenths of a second; the command line
+itself is tried on started processes with one of them, and with the command in docs/certify.md.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lockstep import setup, step, trainer
+from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
+from lockstep.certify.compare import compare, read_lives
+from lockstep.certify.part import KILLED, Actor, Part
+from lockstep.certify.verdict import find_cause
+from lockstep.cli.certify import certify, lines_of
+from lockstep.errors import ConfigError, LaunchError
+from lockstep.testing import run_ranks
+
+BIN = Path(sys.executable).parent
+SCRIPT = Path(__file__).with_name("uncertain.py")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("uncertain", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def play_forked(
+    defect: str, folder: Path, played: list[str], num_ranks: int = 1
+) -> Callable[[str, Part, int], Path]:
+    """Return what runs a defect on forked ranks, as the command line does on real processes."""
+    script = load_script()
+
+    def act(stage: Path) -> int:
+        actor = Actor(stage)
+        actor.enter_setup(setup)
+        actor.enter_trainer(trainer)
+        trainer.prepare = script.prepare = setup.prepare  # both had it from there already
+        script.Trainer = trainer.Trainer
+        code: int = script.main(defect, "unused")
+        return code
+
+    def play(name: str, part: Part, ranks: int) -> Path:
+        stage = folder / name
+        stage.mkdir(parents=True)
+        part.write(stage)
+        played.append(name)
+        try:
+            codes = run_ranks(ranks or num_ranks, act, stage)
+        except RuntimeError as error:
+            if "died without a word" not in str(error) or not (stage / KILLED).exists():
+                raise
+            codes = run_ranks(ranks or num_ranks, act, stage)
+        assert set(codes) == {0}
+        return stage
+
+    return play
+
+
+def prove_resume(
+    defect: str, folder: Path, *, evaluates: bool = False
+) -> tuple[Certificate, list[str]]:
+    played: list[str] = []
+    play = play_forked(defect, folder, played)
+    return certify_resume(play, 6, evaluates=evaluates), played
+
+
+def prove_parity(
+    defect: str, folder: Path, gpus: tuple[int, ...] = (1, 2), *, exact: bool = False
+) -> tuple[Certificate, list[str]]:
+    played: list[str] = []
+    play = play_forked(defect, folder, played)
+    return certify_parity(play, gpus, 3, exact=exact), played
+
+
+# --- Defects, by name --------------------------------------------------------
+
+# defect: (what it is called, a part of what is said)
+AFTER_A_RESUME = {
+    "OwnOrder": ("data", "step 4, micro-batch 0: samples "),
+    "ClockAugmentation": ("augmentation", "step 1, micro-batch 0: samples "),
+    "GlobalNumpy": ("RNG", "NumPy's global generator is elsewhere"),
+    "OwnGenerator": ("RNG", "was given something else; task.noise is elsewhere"),
+    "RememberedLoss": ("loss weighting", "task.mean differs, and is not saved"),
+    "LostStatistics": ("BatchNorm", "going on from step 3: 1.running_mean, 1.running_var is not"),
+    "FreshHead": ("weights", "going on from step 3: 3.bias, 3.weight is not what it was"),
+    "OwnMomentum": ("optimizer", "step 4: the same gradient, and another 0.bias, 0.weight, 3.bias"),
+    "VolatileBuffer": ("buffers", "4.calls is not in state_dict(), and differs"),
+    "ModuleAttribute": ("buffers", "model.4.count differs, and is not saved"),
+    "Kernel": ("kernels", "step 1, micro-batch 0: the same inputs and weights"),
+    "RateSinceStart": ("learning rate", "step 4: learning rate 0.02 instead of 0.01458"),
+    "OwnScaler": ("scaler", "going on from step 3: _growth_tracker, scale is not what it was"),
+}
+ON_OTHER_RANKS = {
+    "RankOrder": ("data", "step 1, micro-batch 1: samples "),
+    "RankAugmentation": ("augmentation", "step 1, micro-batch 1: samples "),
+    "ShakenGather": ("augmentation", "the same samples look different"),
+    "FewerForMore": ("data", "at the start: 24 training samples instead of 48"),
+    "RankNoise": ("RNG", "step 1, micro-batch 1: the same batch, and the model was given"),
+    "RankDropout": ("RNG", "step 1, micro-batch 1: the same inputs and weights"),
+    "GlobalNumpy": ("RNG", "NumPy's global generator is elsewhere"),
+    "DividedByWorld": ("loss weighting", "the same outputs, and a loss of "),
+    "OwnCount": ("loss weighting", "the same outputs, and a loss of "),
+    "Normed": ("BatchNorm", "step 1: 1.num_batches_tracked, 1.running_mean, 1.running_var"),
+    "RateByWorld": ("learning rate", "step 1: learning rate 0.08 instead of 0.04"),
+    "DecayByWorld": ("optimizer", "step 2, micro-batch 0: weights that rounding does not explain"),
+    "OneRanksWeight": ("ranks apart", "step 2: rank 1 has another 0.weight than rank 0"),
+    "Bypassed": ("ranks apart", "step 1: rank 1 has another "),
+    "DetachedGather": ("gradient reduction", "step 1: the same losses, and a gradient of norm "),
+}
+
+
+@pytest.mark.parametrize("defect", AFTER_A_RESUME)
+def test_a_defect_after_a_resume_is_called_by_its_name(defect: str, tmp_path: Path) -> None:
+    cause, said = AFTER_A_RESUME[defect]
+    certificate, _ = prove_resume(defect, tmp_path)
+    finding = certificate.finding
+    assert finding is not None
+    assert finding.cause == cause, finding
+    assert said in finding.says
+    assert certificate.verdict == "differs"
+
+
+@pytest.mark.parametrize("defect", ON_OTHER_RANKS)
+def test_a_defect_on_other_ranks_is_called_by_its_name(defect: str, tmp_path: Path) -> None:
+    cause, said = ON_OTHER_RANKS[defect]
+    certificate, played = prove_parity(defect, tmp_path)
+    finding = certificate.finding
+    assert finding is not None
+    assert finding.cause == cause, finding
+    assert said in finding.says
+    assert played[-1] == "again", "it was made sure that the first run repeats"
+
+
+# --- Sound runs --------------------------------------------------------------
+
+
+def test_a_sound_run_is_certified(tmp_path: Path) -> None:
+    certificate, played = prove_resume("Sound", tmp_path, evaluates=True)
+    assert certificate.finding is None, certificate
+    assert played == ["straight", "interrupted"]
+    first, second = read_lives(tmp_path / "interrupted" / "trace")
+    assert (max(first.steps), second.began_at, max(second.steps)) == (4, 3, 6), "really killed"
+    assert second.plan["steps_per_epoch"] == 12, "in mid-epoch"
+    (column,) = certificate.columns
+    assert set(column.cells.values()) == {"same bits"}
+    assert {"data", "augmentation", "loss", "optimizer", "weights"} <= set(column.cells)
+    assert "killed after step 4, resumed from step 3" in certificate.proof
+
+
+def test_two_ranks_are_killed_resumed_and_certified(tmp_path: Path) -> None:
+    played: list[str] = []
+    play = play_forked("SyncNormed", tmp_path, played, num_ranks=2)
+    certificate = certify_resume(play, 3)
+    said = lines_of(certificate, None)
+    assert said[-1] == (
+        "certified: resuming equals never stopping, bit for bit: 3 steps on 2 ranks, "
+        "killed after step 2, resumed from step 1"
+    )
+    assert any(re.fullmatch(r"  BatchNorm +\d+  same bits", line) for line in said), said
+    assert any(re.fullmatch(r"  ranks alike +\d+  same bits", line) for line in said), said
+
+
+def test_ranks_are_certified_to_rounding_and_in_exact_mode_to_the_bit(tmp_path: Path) -> None:
+    certificate, _ = prove_parity("Sound", tmp_path / "plain", (1, 3))
+    assert certificate.finding is None, certificate
+    assert "1 and 3 ranks are equal to rounding: " in certificate.proof
+    assert certificate.columns[0].cells["model outputs"] == "same bits"
+    (one,), (three,) = (read_lives(tmp_path / "plain" / n / "trace") for n in ("1 rank", "3 ranks"))
+    finding = find_cause(compare(one, three, bits=True), "parity")
+    assert finding is not None
+    assert (finding.cause, "(only rounding)" in finding.says) == ("gradient reduction", True)
+    certificate, played = prove_parity("Sound", tmp_path / "exact", (1, 3), exact=True)
+    assert certificate.finding is None, certificate
+    assert played == ["1 rank", "3 ranks"], "no tolerance to measure"
+    assert set(certificate.columns[0].cells.values()) == {"same bits"}
+
+
+@pytest.mark.parametrize("task", ["Gathering", "SyncNormed"])
+def test_where_samples_of_ranks_meet_the_same_ones_do(task: str, tmp_path: Path) -> None:
+    certificate, _ = prove_parity(task, tmp_path)
+    assert certificate.finding is None, certificate
+    (life,) = read_lives(tmp_path / "1 rank" / "trace")
+    (other,) = read_lives(tmp_path / "2 ranks" / "trace")
+    assert [len(run.steps[1][0]["leaves"][0]["ids"]) for run in (life, other)] == [8, 4]
+
+
+def test_a_command_that_starts_ranks_itself_is_refused(tmp_path: Path) -> None:
+    played: list[str] = []
+    play = play_forked("Sound", tmp_path, played)
+    with pytest.raises(ConfigError, match="1 rank should have trained, and the command started 2"):
+        certify_parity(lambda name, part, ranks: play(name, part, 2), (1, 2), 1)
+
+
+def test_a_loop_that_leaves_no_trace_does_not_train_for_real(tmp_path: Path) -> None:
+    Part(3).write(tmp_path)
+
+    def loop() -> str:
+        Actor(tmp_path).enter_step(step)
+        with pytest.raises(ConfigError, match="a loop around train_step alone") as refused:
+            step.train_step(None, None, None, None, None)  # type: ignore[arg-type]
+        return refused.value.remedy
+
+    assert "docs/own_loop.md" in run_ranks(1, loop)[0]
+
+
+# --- The command line --------------------------------------------------------
+
+
+@pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder of the test's own, with the commands of this installation."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_ranks_of_a_command_are_started_and_compared(
+    apart: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["python", str(SCRIPT), "DividedByWorld"]
+    code = certify("parity", words, gpus="1,2", steps=1, limit_s=90, as_json=True)
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (code, said["verdict"], said["finding"]["cause"]) == (1, "differs", "loss weighting")
+    assert said["finding"]["place"] == 0
+    assert "(x 0.5)" in said["finding"]["says"]
+    assert said["verdicts"]["2 ranks"]["model outputs"] == "same bits"
+    assert (Path(said["folder"]) / "2_ranks" / "output_1.txt").exists(), "kept, to look at"
+
+
+def test_what_cannot_be_certified_is_one_line_and_something_to_try(apart: Path) -> None:
+    def refused(error: type[Exception], match: str, *words: str, **more: Any) -> None:
+        options = {"kind": "resume", "steps": 3, "limit_s": 60.0, **more}
+        with pytest.raises(error, match=match):
+            certify(options.pop("kind"), words, **options)
+
+    refused(ConfigError, "there is no command\n  try: lockstep certify resume -- python")
+    refused(LaunchError, "nosuch cannot be started", "nosuch")
+    refused(ConfigError, "not one step of lockstep's was seen in it", "true")
+    refused(ConfigError, "--steps 2 is too few", "true", steps=2)
+    refused(
+        ConfigError,
+        "--gpus 1 is nothing to compare\n  try: --gpus 1,2",
+        "true",
+        kind="parity",
+        gpus="1",
+    )
+    refused(ConfigError, "--gpus 1,two is not", "true", kind="parity", gpus="1,two")
+    refused(
+        LaunchError,
+        r"straight: exit code 1\): ValueError: planted at <string>:1",
+        "python",
+        "-c",
+        "raise ValueError('planted')",
+    )

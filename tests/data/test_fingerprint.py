@@ -1,0 +1,171 @@
+"""A data set that changed since a checkpoint is found out, wherever it lies."""
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.data import fingerprint
+from lockstep.data.fingerprint import differences, file_prints, take_print
+
+
+class Folder:
+    """The files of a folder in a listed order."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.names = (root / "list.txt").read_text().split()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> bytes:
+        return (self.root / self.names[index]).read_bytes()
+
+    def describe(self, index: int) -> str:
+        return self.names[index]
+
+    def fingerprint(self) -> list[str]:
+        return file_prints([(name, [self.root / name]) for name in self.names])
+
+
+def make(root: Path, count: int = 40) -> Folder:
+    root.mkdir()
+    choose = random.Random(0)
+    for index in range(count):
+        (root / f"{index:03}.bin").write_bytes(choose.randbytes(choose.randrange(10, 9000)))
+    write_list(root, [f"{index:03}.bin" for index in range(count)])
+    return Folder(root)
+
+
+def write_list(root: Path, names: list[str]) -> None:
+    (root / "list.txt").write_text("\n".join(names))
+
+
+def append(folder: Folder, choose: random.Random) -> str:
+    (folder.root / "new.bin").write_bytes(choose.randbytes(50))
+    write_list(folder.root, [*folder.names, "new.bin"])
+    return "1 samples appended, the first about new.bin"
+
+
+def delete(folder: Folder, choose: random.Random) -> str:
+    gone = choose.randrange(len(folder))
+    names = folder.names[:gone] + folder.names[gone + 1 :]
+    write_list(folder.root, names)
+    return f"1 samples removed, the first about {names[min(gone, len(names) - 1)]}"
+
+
+def reorder(folder: Folder, choose: random.Random) -> str:
+    a, b = sorted(choose.sample(range(len(folder)), 2))
+    names = list(folder.names)
+    names[a], names[b] = names[b], names[a]
+    write_list(folder.root, names)
+    return f"the same samples in another order, from {names[a]} on"
+
+
+def edit(folder: Folder, choose: random.Random) -> str:
+    """Change one byte, anywhere, and put the time of the change back."""
+    name = choose.choice(folder.names)
+    path, content = folder.root / name, bytearray(folder[folder.names.index(name)])
+    before = path.stat()
+    content[choose.randrange(len(content))] ^= 1 << choose.randrange(8)
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    return f"1 with other names or contents: {name}"
+
+
+@pytest.mark.parametrize("mutate", [append, delete, reorder, edit])
+def test_fifty_changes_of_a_kind_are_all_named(
+    mutate: Callable[[Folder, random.Random], str], tmp_path: Path
+) -> None:
+    choose = random.Random(mutate.__name__)
+    original = make(tmp_path / "original")
+    before = take_print(original, 0)
+    for number in range(50):
+        copy = tmp_path / str(number)  # a data set may move: the copy itself is no change
+        shutil.copytree(original.root, copy)
+        assert differences(before, take_print(Folder(copy), 0, before), Folder(copy)) == ""
+        expected = mutate(Folder(copy), choose)
+        changed = Folder(copy)
+        assert differences(before, take_print(changed, 0, before), changed) == expected
+        shutil.rmtree(copy)
+
+
+def test_a_print_of_many_samples_stays_small_and_still_finds_one_edit(tmp_path: Path) -> None:
+    class Many:
+        edited = -1
+        length = 100_000
+
+        def __len__(self) -> int:
+            return self.length
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def fingerprint(self) -> list[str]:
+            return [f"{i} {i == self.edited}" for i in range(self.length)]
+
+    before = take_print(Many(), 0)
+    assert len(before["entries"]) <= fingerprint.MAX_ENTRIES
+    changed = Many()
+    changed.edited = 70_001
+    assert "1 with other names" in differences(before, take_print(changed, 0, before), changed)
+    changed = Many()
+    changed.length += 7
+    assert "7 samples appended" in differences(before, take_print(changed, 0, before), changed)
+
+
+class Samples:
+    """Samples without a print of their own, augmented from a global generator."""
+
+    def __init__(self, count: int = 30, **edited: Tensor) -> None:
+        self.count, self.edited = count, edited
+        self.num_reads = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.num_reads += 1
+        value = self.edited.get(f"at_{index}", torch.full((4,), float(index)))
+        return {"x": value + torch.rand(4), "name": f"sample {index}"}
+
+
+def test_a_few_samples_stand_for_a_data_set_without_a_print() -> None:
+    before = take_print(Samples(), 3)
+    assert len(before["samples"]) == fingerprint.NUM_SAMPLES
+    assert differences(before, take_print(Samples(), 3, before), Samples()) == ""
+    index = sorted(map(int, before["samples"]))[3]
+    edited = Samples(**{f"at_{index}": torch.full((4,), index + 0.01)})
+    said = differences(before, take_print(edited, 3, before), edited)
+    assert said == f"other contents: sample {index}"
+    assert differences(before, take_print(Samples(32), 3, before), Samples(32)) == "2 added"
+    rounded = Samples(**{f"at_{index}": torch.full((4,), index * (1 + 1e-7))})
+    assert differences(before, take_print(rounded, 3, before), rounded) == ""
+
+
+def test_looking_at_samples_leaves_the_data_set_and_the_generators_alone() -> None:
+    samples, state = Samples(), torch.get_rng_state()
+    assert take_print(samples, 0)["samples"]
+    assert samples.num_reads == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_samples_that_never_repeat_or_cannot_be_read_say_nothing() -> None:
+    class Restless(Samples):
+        def __getitem__(self, index: int) -> float:
+            return float(int.from_bytes(os.urandom(4), "little"))
+
+    class Deadly(Samples):
+        def __getitem__(self, index: int) -> None:
+            os._exit(1)
+
+    assert take_print(Restless(), 0) == {"length": 30, "samples": {}}
+    assert take_print(Deadly(), 0) == {"length": 30, "samples": {}}

@@ -1,0 +1,275 @@
+"""A worker may be killed, end or stand still at any moment: the batches stay what they are."""
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.data import workers
+from lockstep.data.loader import LoaderConfig, read_held_out
+from lockstep.data.reader import MicroBatch
+from lockstep.errors import DataError
+from lockstep.testing import FakeWorld
+
+
+class Pair(NamedTuple):
+    image: Tensor
+    name: str
+
+
+class Rich:
+    """Samples of every kind a batch may hold, noise from a global generator included."""
+
+    def __init__(self, num_samples: int = 24) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image = torch.rand(3, 4, 5).permute(2, 0, 1)
+        return {
+            "pair": Pair(image, f"sample {index}"),
+            "array": np.full((2, 3), index, dtype=np.int16),
+            "words": b"x" * 40_000 * (index % 3),
+            "none": torch.zeros(0, 3),
+            "view": torch.arange(1000)[index : index + 2],
+            "half": torch.full((2,), float(index)).bfloat16(),
+        }
+
+
+def as_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def read(dataset: Any, meddle: Callable[[int], None] = lambda turn: None, **options: Any) -> list:
+    """Read two samples at a time, meddling before each is asked for."""
+    config = LoaderConfig(**({"num_workers": 2} | options))
+    micro_batches = read_held_out(dataset, 2, FakeWorld(), 7, as_list, config)
+    found: list[MicroBatch] = []
+    with closing(micro_batches):  # type: ignore[type-var]
+        for turn in range(len(dataset) // 2):
+            meddle(turn)
+            found.append(next(micro_batches))
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return a batch as values that compare, with strides: a layout decides what kernels run."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.stride(), value.float().tolist()
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {name: plain(part) for name, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def data_of(found: list[MicroBatch]) -> list[Any]:
+    return [(m.ids.tolist(), plain(m.data)) for m in found]
+
+
+def children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def faults(found: list[MicroBatch]) -> list[str]:
+    return [fault.happened for m in found for fault in m.faults]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up on stopped workers soon."""
+    monkeypatch.setattr(workers, "SLICE_S", 0.02)
+    monkeypatch.setattr(workers, "STOPPED_S", 0.06)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_whatever_a_batch_holds_arrives_as_it_was(num_workers: int) -> None:
+    found = read(Rich(), num_workers=num_workers)
+    assert data_of(found) == data_of(read(Rich(), num_workers=0))
+    first = found[0].data[0]
+    first["pair"].image.add_(1)  # a user may write into a batch
+    first["array"] += 1
+    assert first["pair"].image.data_ptr() % 64 == 0
+    assert not children()
+
+
+@pytest.mark.parametrize(
+    ("how", "times", "words"),
+    [
+        (signal.SIGKILL, 120, "when memory runs out"),
+        (signal.SIGUSR2, 40, "ended by SIGUSR2"),
+        (signal.SIGSTOP, 40, "stopped by a signal"),
+    ],
+)
+def test_any_worker_may_be_lost_at_any_moment(
+    how: signal.Signals, times: int, words: str, quick: None
+) -> None:
+    """Two hundred times, over the three signals, at moments drawn at random."""
+    choose, hits = random.Random(how), Counter[int]()
+    dataset = Rich(8 * times)
+    calm = data_of(read(dataset, num_workers=0))
+
+    def meddle(turn: int) -> None:
+        time.sleep(choose.random() * 0.004)
+        living = [p for p in multiprocessing.active_children() if p.pid not in hits]
+        if living and len(hits) < times:
+            victim = choose.choice(living)
+            hits[victim.pid] += 1
+            os.kill(victim.pid, how)
+
+    found = read(dataset, meddle, prefetch=1)
+    assert data_of(found) == calm
+    assert len(hits) == times
+    told = faults(found)
+    assert told
+    assert all(words in text for text in told)
+    assert {f.pid for m in found for f in m.faults} <= hits.keys()
+    assert not children()
+
+
+def test_a_killed_worker_costs_less_than_a_second() -> None:
+    def meddle(turn: int) -> None:
+        if turn == 5:
+            for worker in children():
+                worker.kill()
+
+    found = read(Rich(), meddle, prefetch=1)
+    lost = [fault for m in found for fault in m.faults]
+    assert 1 <= len(lost) <= 2
+    assert max(fault.seconds for fault in lost) < 1
+
+
+class Stuck(Rich):
+    """Does not come back from one sample, as often as there is a file for it."""
+
+    def __init__(self, folder: Path, times: int, what: Callable[[], Any]) -> None:
+        super().__init__()
+        self.folder, self.what = folder, what
+        for number in range(times):
+            (folder / str(number)).touch()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        left = list(self.folder.iterdir()) if index == 9 else []
+        if left:
+            left[0].unlink()
+            self.what()
+        return super().__getitem__(index)
+
+    def describe(self, index: int) -> str:
+        return f"scan_{index}.nii"
+
+
+def test_a_worker_that_does_not_come_back_is_replaced(tmp_path: Path) -> None:
+    found = read(Stuck(tmp_path, 1, lambda: time.sleep(60)), timeout_s=0.4)
+    assert data_of(found) == data_of(read(Rich(), num_workers=0))
+    assert faults(found) == ["gave no answer for 0.4 s"]
+
+
+def test_a_worker_that_ends_is_replaced_and_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = read(Stuck(tmp_path, 2, lambda: os._exit(3)))
+    said = [f"rank 0: {fault}" for m in found for fault in m.faults]
+    assert [record.getMessage() for record in caplog.records] == said
+    assert all(re.search(r"loader worker \d+ ended .*; replaced, .* s lost", text) for text in said)
+    assert data_of(found) == data_of(read(Rich(), num_workers=0))
+    assert faults(found) == ["ended with exit code 3"] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "said", "remedy"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "memory", "fewer loader.num_workers"),
+        (lambda: os._exit(1), "exit code 1", "loader.num_workers=0"),
+        (lambda: time.sleep(60), "gave no answer", "a longer loader.timeout_s"),
+    ],
+)
+def test_the_third_loss_over_the_same_samples_names_them(
+    what: Callable[[], Any], said: str, remedy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=f"3 workers were lost.*{said}") as caught:
+        read(Stuck(tmp_path, 3, what), timeout_s=0.3)
+    assert "scan_8.nii, scan_9.nii" in caught.value.problem
+    assert remedy in caught.value.remedy
+    assert not children()
+
+
+def test_slow_reads_are_no_fault_once_they_are_known_to_be_slow() -> None:
+    class Slower(Rich):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            time.sleep(0.05 if index < 12 else 0.3)
+            return super().__getitem__(index)
+
+    assert faults(read(Slower(16), timeout_s=0.4)) == []
+
+
+def test_a_batch_that_cannot_travel_is_named() -> None:
+    class Unsendable(Rich):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"lock": threading.Lock()}
+
+    with pytest.raises(DataError, match="batch of sample 0, sample 1 cannot leave its worker"):
+        read(Unsendable())
+
+
+def test_nothing_is_left_behind_by_reading_that_stops_early() -> None:
+    def left() -> tuple[int, list[str]]:
+        """Count open files, and name shared memory of this process; others have theirs."""
+        shared = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]
+        return len(os.listdir("/proc/self/fd")), shared
+
+    before = left()
+    micro_batches = read_held_out(Rich(), 2, FakeWorld(), 7, as_list, LoaderConfig(num_workers=2))
+    next(micro_batches)
+    children()[0].send_signal(signal.SIGSTOP)
+    del micro_batches
+    assert not children()
+    assert left() == before
+
+
+def test_workers_end_with_a_process_that_is_killed() -> None:
+    class Busy(Rich):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            time.sleep(60 if index > 1 else 0)  # it does not look whether anyone still asks
+            return super().__getitem__(index)
+
+    receiver, sender = os.pipe()
+    if (child := os.fork()) == 0:
+        micro_batches = read_held_out(
+            Busy(), 2, FakeWorld(), 7, as_list, LoaderConfig(num_workers=2)
+        )
+        next(micro_batches)
+        os.write(sender, b",".join(b"%d" % p.pid for p in children()))
+        signal.pause()
+    pids = [int(pid) for pid in os.read(receiver, 100).split(b",")]
+    os.close(receiver), os.close(sender)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + 1
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(pids) == 2
+    assert not any(map(is_alive, pids))

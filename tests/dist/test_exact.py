@@ -1,0 +1,327 @@
+"""Exact mode: any number of ranks, resumed on any other, gives the same bits."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lockstep import RunConfig, Task, fit
+from lockstep.data.order import share
+from lockstep.errors import ConfigError
+from lockstep.exact import TreeSum, cover
+from lockstep.task import Context, PartialLoss
+from lockstep.testing import run_ranks
+
+SIZES = (1, 2, 3, 4, 5, 8)
+
+
+class Mlp(Task):
+    """Weighted regression in float32, with noise from a stream and from NumPy's generator."""
+
+    name = "mlp"
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 17), nn.GELU(), nn.Dropout(0.2), nn.Linear(17, 3))
+
+    def train_data(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        return list(torch.randn(83, 9, generator=generator))
+
+    def eval_data(self) -> list[Tensor]:
+        return self.train_data()[:21]
+
+    def loss(self, model: nn.Module, batch: Tensor, context: Context) -> PartialLoss:
+        x, y = batch[:, :6], batch[:, 6:]
+        noise = torch.randn(x.shape, generator=context.generator("noise"))
+        shift = float(np.random.standard_normal()) * 0.01 if context.training else 0.0
+        error = (model(x + 0.1 * noise) - y + shift).square().sum(dim=1)
+        units = (y > 0).sum(dim=1)
+        return PartialLoss((error * units).sum(), units.sum(), {"plain": (error.sum(), len(error))})
+
+
+class Transformer(Mlp):
+    """Attention with dropout over tokens of uneven numbers."""
+
+    name = "transformer"
+
+    def build_model(self) -> nn.Module:
+        return Net()
+
+    def train_data(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(4)
+        return list(torch.randint(0, 11, (83, 7), generator=generator))
+
+    def loss(self, model: nn.Module, batch: Tensor, context: Context) -> PartialLoss:
+        made = model(batch)
+        counted = batch[:, 1:] > 3
+        each = functional.cross_entropy(
+            made[:, :-1].transpose(1, 2), batch[:, 1:], reduction="none"
+        )
+        return PartialLoss((each * counted).sum(), counted.sum())
+
+
+class Net(nn.Module):
+    """The transformer's two parts behind one forward, so that it can be replicated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(self.tokens(tokens)) @ self.tokens.weight.T
+
+
+class Conv(Mlp):
+    """Convolutions with batch normalisation, one with momentum and one that averages."""
+
+    name = "conv"
+
+    def build_model(self) -> nn.Module:
+        layers = (
+            nn.Unflatten(1, (1, 3, 3)),
+            nn.Conv2d(1, 5, 2),
+            nn.BatchNorm2d(5),
+            nn.ReLU(),
+            nn.Conv2d(5, 6, 2),
+            nn.Flatten(),
+            nn.BatchNorm1d(6, momentum=None),
+            nn.Linear(6, 4),
+        )
+        return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    def loss(self, model: nn.Module, batch: Tensor, context: Context) -> PartialLoss:
+        loss = functional.cross_entropy(model(batch), (batch[:, 0] > 0).long(), reduction="sum")
+        return PartialLoss(loss, len(batch))
+
+
+class Contrast(Mlp):
+    """Every sample of a step against every other, with a learned temperature."""
+
+    name = "contrast"
+    gathers = True
+
+    def build_model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(9, 12), nn.Tanh(), nn.Dropout(0.1), nn.Linear(12, 4))
+        model.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
+        return Scaled(model)
+
+    def loss(self, model: nn.Module, batch: Tensor, context: Context) -> PartialLoss:
+        made, scale = model(batch)
+        shown = context.gather(made) if context.training else made
+        start = context.gather_start(made) if context.training else 0
+        target = torch.arange(len(made)) + start
+        if not context.counts:
+            made, target = made[:0], target[:0]
+        logits = made @ shown.T * scale
+        return PartialLoss(functional.cross_entropy(logits, target, reduction="sum"), len(made))
+
+
+class Scaled(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), self.body.scale
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "mlp": Mlp,
+    "transformer": Transformer,
+    "conv": Conv,
+    "contrast": Contrast,
+}
+
+
+def config_for(folder: Path, **more: Any) -> RunConfig:
+    values = {
+        "output_dir": str(folder),
+        "max_steps": 12,
+        "batch": {"batch_size": 3, "global_batch_size": 24, "drop_last": False},
+        "rate": {"lr": 3e-3},
+        "evaluation": {"every_steps": 4},
+        "checkpoint": {"every_steps": 4},
+        "averages": (0.9,),
+        "exact": True,
+        "device": "cpu",
+        "log_every": 1,
+        "timeout_s": 30,
+        "sinks": {"curves": False},
+        **more,
+    }
+    return RunConfig.parse(values)
+
+
+def state_of(folder: Path) -> str:
+    """Hash all that a checkpoint's tensor files hold."""
+    newest = sorted((folder / "checkpoints").glob("step_*"))[-1]
+    digest = hashlib.sha256()
+    for file in sorted(newest.glob("*.safetensors")):
+        digest.update(file.name.encode() + file.read_bytes())
+    return f"{newest.name} {digest.hexdigest()}"
+
+
+def train(task: str, folder: Path, max_steps: int = 12) -> None:
+    fit(TASKS[task](), config_for(folder, max_steps=max_steps))
+
+
+def final_state(task: str, folder: Path, stages: Sequence[tuple[int, int]]) -> str:
+    """Train in stages of (ranks, up to which step), and return the hash of what is left."""
+    for num_ranks, stop in stages:
+        run_ranks(num_ranks, train, task, folder, stop)
+    return state_of(folder)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_one_hash_for_every_number_of_ranks(task: str, tmp_path: Path) -> None:
+    hashes = {size: final_state(task, tmp_path / str(size), [(size, 12)]) for size in SIZES}
+    elastic = [(4, 3), (1, 6), (3, 9), (2, 12)]
+    hashes["elastic"] = final_state(task, tmp_path / "elastic", elastic)  # type: ignore[index]
+    assert len(set(hashes.values())) == 1, hashes
+
+
+# --- It can fail ----------------------------------------------------------------------------
+
+
+def plainly(folder: Path) -> None:
+    fit(Mlp(), config_for(folder, exact=False))
+
+
+def test_without_it_the_number_of_ranks_shows(tmp_path: Path) -> None:
+    hashes = set()
+    for size in (1, 2):
+        run_ranks(size, plainly, tmp_path / str(size))
+        hashes.add(state_of(tmp_path / str(size)))
+    assert len(hashes) == 2
+
+
+class RankNoise(Mlp):
+    """A fault: noise from a stream that knows its rank."""
+
+    def loss(self, model: nn.Module, batch: Tensor, context: Context) -> PartialLoss:
+        torch.manual_seed(context.world.rank)
+        return super().loss(model, batch + 0.01 * torch.randn(batch.shape), context)
+
+
+class OwnBuffer(Mlp):
+    """A forward pass that remembers something of its own."""
+
+    def build_model(self) -> nn.Module:
+        return Remembers()
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(x)
+        return self.linear(x)
+
+
+class Unannounced(Contrast):
+    gathers = False
+
+
+def train_task(task: Task, folder: Path, more: dict[str, Any]) -> None:
+    fit(task, config_for(folder, **more))
+
+
+def test_a_stream_that_knows_its_rank_is_seen(tmp_path: Path) -> None:
+    hashes = set()
+    for size in (1, 2):
+        run_ranks(size, train_task, RankNoise(), tmp_path / str(size), {})
+        hashes.add(state_of(tmp_path / str(size)))
+    assert len(hashes) == 2
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "message"),
+    [
+        (OwnBuffer(), {}, "the forward pass changes seen"),
+        (Unannounced(), {}, "gathers = True"),
+        (Mlp(), {"sync_batch_norm": True}, "set one of the two to false"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(
+    task: Task, more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_task(task, tmp_path, more)
+
+
+def test_other_numerics_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(Mlp(), config_for(tmp_path, max_steps=2))
+    assert "threads 1" in capsys.readouterr().out
+    fit(Mlp(), config_for(tmp_path, max_steps=4, num_threads=2, accept_changes=True))
+    assert "the bits may differ from here on: threads 1 -> 2" in capsys.readouterr().out
+
+
+# --- The tree, without processes --------------------------------------------------------------
+
+
+STRANGE = [0.0, -0.0, 1e-42, -1e-42, 3e38, -3e38, float("inf"), float("nan"), 1.0, -1.0, 1e-8]
+
+
+@given(
+    num_leaves=st.integers(1, 40),
+    seed=st.integers(0, 2**32 - 1),
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+)
+@settings(deadline=None, max_examples=150)
+def test_the_tree_adds_alike_however_leaves_are_shared(
+    num_leaves: int, seed: int, sizes: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    leaves = torch.randn(num_leaves, 13, generator=generator)
+    chosen = torch.randint(0, len(STRANGE), (num_leaves, 11), generator=generator)
+    leaves[:, :11] = torch.tensor(STRANGE)[chosen]
+    totals = set()
+    for size in [1, *sizes]:
+        whole = TreeSum(num_leaves)
+        for rank in range(size):
+            own = TreeSum(num_leaves)
+            for place in share(num_leaves, rank, size):
+                own.add((0, place), [leaves[place].clone()])
+            assert tuple(node for node, _ in own.nodes) == cover(num_leaves, rank, size)
+            for node, value in own.nodes:
+                whole.add(node, value)
+        totals.add(whole.total[0].numpy().tobytes())
+    assert len(totals) == 1
+
+
+# --- What a resume must bring back as it was ----------------------------------------------------
+
+
+class Kept(Conv):
+    """Lets us look at its optimizer."""
+
+    made: torch.optim.Optimizer
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        self.made = super().build_optimizer(model, lr)
+        return self.made
+
+
+def test_optimizer_state_comes_back_in_the_layout_of_its_parameter(tmp_path: Path) -> None:
+    """A fused optimizer on a GPU refuses moments that are laid out otherwise."""
+    fit(Kept(), config_for(tmp_path, max_steps=2))
+    task = Kept()
+    fit(task, config_for(tmp_path, max_steps=2))
+    kernels = [p for group in task.made.param_groups for p in group["params"] if p.ndim == 4]
+    assert any(not kernel.is_contiguous() for kernel in kernels)
+    for kernel in kernels:
+        assert task.made.state[kernel]["exp_avg"].stride() == kernel.stride()

@@ -1,0 +1,201 @@
+"""What may go wrong inside a step: memory, and numbers that are none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep import RunConfig, fit, read_events
+from lockstep.checkpoint import CheckpointStore
+from lockstep.errors import NonFiniteError, OutOfMemoryError
+from lockstep.task import Context, PartialLoss
+from lockstep.testing import TinyTask, run_ranks
+
+TOO_MUCH = 1 << 60
+"""Bytes: what no machine's allocator will give."""
+
+
+class Exhaust(torch.autograd.Function):
+    """Passes a value on; asks for more memory than there is in the pass it is told."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, when: str) -> Tensor:
+        ctx.when = when
+        if when == "forward":
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if ctx.when == "backward":
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        return grads[0], None
+
+
+class Hungry(TinyTask):
+    """Runs out of memory on one rank, at one step, with more than `most` samples at a time."""
+
+    def __init__(self, when: str = "", rank: int = 0, step: int = 3, most: int = 2) -> None:
+        super().__init__(num_samples=40, num_held_out=0)
+        self.when, self.rank, self.at_step, self.most = when, rank, step, most
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        here = context.step >= self.at_step and context.world.rank == self.rank
+        when = self.when if here and len(batch["x"]) > self.most else ""
+        made = super().loss(model, {**batch, "x": batch["x"]}, context)
+        return PartialLoss(Exhaust.apply(made.loss_sum, when), made.weight, made.parts)
+
+
+class Poisoned(TinyTask):
+    """One sample makes the loss no number, on whatever rank it falls."""
+
+    poison = float("nan")
+
+    def __init__(self) -> None:
+        super().__init__(num_samples=40, num_held_out=0)
+
+    def train_data(self) -> list[dict[str, Tensor]]:
+        data = super().train_data()
+        data[17]["y"] = torch.full((3,), self.poison, dtype=torch.float64)
+        data[17]["units"] = torch.tensor(2.0, dtype=torch.float64)
+        return data
+
+
+def config_for(folder: Path, **more: Any) -> RunConfig:
+    values = {
+        "output_dir": str(folder),
+        "max_steps": 10,
+        "batch": {"batch_size": 4, "global_batch_size": 16, "drop_last": False},
+        "rate": {"lr": 1e-2},
+        "checkpoint": {"every_steps": 4},
+        "device": "cpu",
+        "log_every": 1,
+        "timeout_s": 30,
+        "sinks": {"curves": False},
+        **more,
+    }
+    return RunConfig.parse(values)
+
+
+def weights_of(folder: Path) -> Tensor:
+    checkpoint, _ = CheckpointStore(folder / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    return torch.cat([t.flatten() for t in checkpoint.load("model").values()])
+
+
+def train(task: TinyTask, folder: Path, more: dict[str, Any]) -> int:
+    return fit(task, config_for(folder, **more)).step
+
+
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [e for e in read_events(folder) if e["event"] == kind]
+
+
+# --- Memory -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_out_of_memory_goes_on_with_half(when: str, exact: bool, tmp_path: Path) -> None:
+    """It was one rank's trouble; all drop the step, take it again, and end where they would."""
+    straight, hit = tmp_path / "straight", tmp_path / "hit"
+    run_ranks(2, train, Hungry(), straight, {"exact": exact})
+    assert run_ranks(2, train, Hungry(when, rank=1), hit, {"exact": exact}) == [10, 10]
+    (event,) = {json.dumps([e["step"], e["batch_size"]]) for e in events_of(hit, "out_of_memory")}
+    assert json.loads(event) == [3, 2]
+    difference = (weights_of(hit) - weights_of(straight)).abs().max()
+    assert difference < 1e-13, difference
+    epochs = events_of(hit, "epoch")
+    assert epochs
+    assert all(e["each_once"] for e in epochs)
+
+
+def test_what_was_halved_stays_so_after_a_resume(tmp_path: Path) -> None:
+    straight, hit = tmp_path / "straight", tmp_path / "hit"
+    run_ranks(2, train, Hungry(), straight, {})
+    run_ranks(2, train, Hungry("backward"), hit, {"max_steps": 6})
+    assert run_ranks(3, train, Hungry("backward"), hit, {}) == [10, 10, 10]
+    assert len(events_of(hit, "out_of_memory")) == 1  # by the first rank, in the first part
+    assert (weights_of(hit) - weights_of(straight)).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_sample_that_does_not_fit_ends_the_run(num_ranks: int, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="one sample does not fit in memory") as raised:
+        run_ranks(num_ranks, train, Hungry("forward", most=0), tmp_path, {})
+    assert OutOfMemoryError.__name__ in str(raised.value)
+
+
+def test_stop_means_stop(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="DefaultCPUAllocator"):
+        run_ranks(1, train, Hungry("forward"), tmp_path, {"on_out_of_memory": "stop"})
+
+
+# --- Numbers that are none ----------------------------------------------------------------
+
+
+def test_a_bad_step_moves_nothing_and_can_be_met_again(tmp_path: Path) -> None:
+    """The state that met it is kept; one process meets the same numbers there."""
+    with pytest.raises(Exception, match="no weight has moved") as first:
+        run_ranks(2, train, Poisoned(), tmp_path / "run", {"exact": True})
+    (evidence,) = (tmp_path / "run" / "non_finite").glob("step_*")
+    step = int(evidence.name.removeprefix("step_"))
+    checkpoint = CheckpointStore(tmp_path, recipe="tiny").open(evidence)
+    assert all(torch.isfinite(t).all() for t in checkpoint.load("model").values())
+    config = config_for(tmp_path / "again", exact=True, resume=str(evidence))
+    with pytest.raises(NonFiniteError) as again:
+        fit(Poisoned(), config)
+    said = f"step {step + 1}: loss nan, gradient norm nan"
+    assert said in str(first.value)
+    assert said in str(again.value)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_skipping_leaves_the_step_out_on_all_ranks(poison: float, tmp_path: Path) -> None:
+    task = Poisoned()
+    task.poison = poison
+    steps = run_ranks(2, train, task, tmp_path / "two", {"on_non_finite": "skip", "exact": True})
+    assert steps == [10, 10]
+    run_ranks(1, train, task, tmp_path / "one", {"on_non_finite": "skip", "exact": True})
+    assert torch.equal(weights_of(tmp_path / "two"), weights_of(tmp_path / "one"))
+    assert torch.isfinite(weights_of(tmp_path / "two")).all()
+    left_out = {e["step"] for e in events_of(tmp_path / "two", "non_finite")}
+    assert len(left_out) >= 3  # once an epoch
+    assert all(e["each_once"] for e in events_of(tmp_path / "two", "epoch"))
+
+
+def test_rewinding_takes_the_newest_checkpoint_s_weights(tmp_path: Path) -> None:
+    more = {"on_non_finite": "rewind", "checkpoint": {"every_steps": 1}}
+    run_ranks(2, train, Poisoned(), tmp_path / "often", more)
+    run_ranks(2, train, Poisoned(), tmp_path / "skip", {"on_non_finite": "skip"})
+    # With a checkpoint of every step, rewinding takes back nothing but the bad step.
+    assert torch.equal(weights_of(tmp_path / "often"), weights_of(tmp_path / "skip"))
+
+
+def test_rewinding_further_leaves_out_more(tmp_path: Path) -> None:
+    """The bad sample comes in steps 3 and 6; the newest checkpoints are of steps 2 and 4."""
+    more = {"on_non_finite": "rewind", "seed": 45, "checkpoint": {"every_steps": 2}}
+    run_ranks(2, train, Poisoned(), tmp_path / "seldom", more)
+    back = [e["message"] for e in events_of(tmp_path / "seldom", "non_finite")]
+    assert "weights of step 2 taken again" in back[0]
+    assert "weights of step 4 taken again" in back[1]
+    assert torch.isfinite(weights_of(tmp_path / "seldom")).all()
+    run_ranks(2, train, Poisoned(), tmp_path / "skip", {**more, "on_non_finite": "skip"})
+    assert not torch.equal(weights_of(tmp_path / "seldom"), weights_of(tmp_path / "skip"))
+
+
+def test_there_must_be_something_to_rewind_to(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match="no checkpoint to rewind to"):
+        fit(Poisoned(), config_for(tmp_path, on_non_finite="rewind", checkpoint={"every_steps": 9}))
+
+
+def test_too_many_bad_steps_are_no_accident(tmp_path: Path) -> None:
+    task = Poisoned()
+    task.train_data = lambda: [  # type: ignore[method-assign]
+        {**sample, "y": sample["y"] * float("inf")} for sample in TinyTask.train_data(task)
+    ]
+    with pytest.raises(NonFiniteError, match="11 such steps by now"):
+        fit(task, config_for(tmp_path, on_non_finite="skip", max_steps=20))
