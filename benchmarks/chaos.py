@@ -74,6 +74,7 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
 def print_figures(found: dict[str, Any]) -> None:
     kills, goodput = found["kills"], found["goodput"]
     print(f"\nfaults struck {found['faults']}, of them kills {kills}; launches {found['launches']}")
+    print(f"struck again before the first step: {found['overtaken']}, counted from the last fault")
     each = found["redone"] / max(1, kills)
     print(f"steps done again {found['redone']}, {each:.2f} a kill, at most {found['redone_most']}")
     print(f"{'to the next step, in s':<26}{'count':>7}{'median':>9}{'p95':>9}{'p99':>9}{'max':>9}")

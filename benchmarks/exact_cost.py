@@ -1,11 +1,11 @@
 """What exact mode, and what the guards of a run, cost: ratios within one sitting.
 
-    python benchmarks/exact_cost.py [--ranks 1 2 4] [--steps 40] [--rounds 5] [--json FILE]
+    python benchmarks/exact_cost.py [--ranks 1 2 4] [--width 128] [--words 32] [--json FILE]
 
-A transformer of 0.7M parameters on the CPU (or GPU ranks over what there is), one thread a
-process. `plain` and `exact` differ in `exact` alone; `guarded` is `plain` as `fit` runs it, with
-ledger, events, the votes of all ranks and the look at every loss; `bare` is `train_step` in a
-loop by hand. Rounds alternate, and the medians are compared.
+A small transformer, on the CPU with one thread a process, or on GPUs if there are any, in bf16.
+`plain` and `exact` differ in `exact` alone. `plain` is what `fit` does, with ledger, events, the
+votes of all ranks and the look at every loss; `bare` is `train_step` in a loop by hand. Rounds
+alternate, and the medians are compared.
 """
 
 import argparse
@@ -35,7 +35,7 @@ WAYS = ("bare", "plain", "exact")
 class Words(nn.Module):
     """A small decoder."""
 
-    def __init__(self, width: int = 128, num_layers: int = 3) -> None:
+    def __init__(self, width: int, num_layers: int = 4) -> None:
         super().__init__()
         self.tokens = nn.Embedding(512, width)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True)
@@ -51,13 +51,17 @@ class WordsTask(Task):
 
     name = "words"
 
+    def __init__(self, width: int, num_words: int) -> None:
+        self.width, self.num_words = width, num_words
+
     def build_model(self) -> nn.Module:
         """Return the decoder."""
-        return Words()
+        return Words(self.width)
 
     def train_data(self) -> list[Tensor]:
         """Return random sentences."""
-        return list(torch.randint(0, 512, (4096, 33), generator=torch.Generator().manual_seed(0)))
+        generator = torch.Generator().manual_seed(0)
+        return list(torch.randint(0, 512, (2048, self.num_words + 1), generator=generator))
 
     def loss(self, model: nn.Module, batch: Tensor, context: Context) -> PartialLoss:
         """Return the cross-entropy of the next word, summed."""
@@ -66,13 +70,14 @@ class WordsTask(Task):
         return PartialLoss(each.sum(), wanted.numel())
 
 
-def step_time_s(way: str, num_leaves: int, num_steps: int, folder: str) -> float:
+def step_time_s(way: str, args: argparse.Namespace, folder: str) -> float:
     """Return the median time of a step on this rank."""
     config = RunConfig.parse(
         {
             "output_dir": folder,
-            "max_steps": WARMUP_STEPS + num_steps,
-            "batch": {"batch_size": 8, "global_batch_size": 8 * num_leaves},
+            "max_steps": WARMUP_STEPS + args.steps,
+            "batch": {"batch_size": 8, "global_batch_size": 8 * args.leaves},
+            "precision": "auto",
             "checkpoint": {"every_steps": 10**9},
             "sinks": {"curves": False},
             "exact": way == "exact",
@@ -84,13 +89,19 @@ def step_time_s(way: str, num_leaves: int, num_steps: int, folder: str) -> float
     with ExitStack() as stack:
         world = stack.enter_context(World.enter(config.device))
         signals = stack.enter_context(StopSignals())
-        task = WordsTask()
+        task = WordsTask(args.width, args.words)
         run = prepare(task, config, world, stack)
         if way == "bare":
             began = time.perf_counter()
             for batch in run.loader:
                 report = train_step(
-                    task.loss, run.model, run.optimizer, batch, world, max_grad_norm=1.0
+                    task.loss,
+                    run.model,
+                    run.optimizer,
+                    batch,
+                    world,
+                    max_grad_norm=1.0,
+                    autocast=run.autocast,
                 )
                 float(report.loss)
                 times.append(time.perf_counter() - began)
@@ -105,19 +116,19 @@ def step_time_s(way: str, num_leaves: int, num_steps: int, folder: str) -> float
     return statistics.median(times[WARMUP_STEPS:])
 
 
-def measure(num_ranks: int, num_leaves: int, num_steps: int, rounds: int) -> dict[str, Any]:
+def measure(num_ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the median step of every way, rounds in turn, and its ratios."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(rounds):
+        for number in range(args.rounds):
             for way in WAYS:
                 where = str(Path(folder) / f"{way}_{number}")
-                args = (way, num_leaves, num_steps, where)
-                found[way].append(max(run_ranks(num_ranks, step_time_s, *args, timeout_s=600)))
+                times = run_ranks(num_ranks, step_time_s, way, args, where, timeout_s=600)
+                found[way].append(max(times))
     median = {way: statistics.median(times) for way, times in found.items()}
     return {
         "ranks": num_ranks,
-        "leaves": num_leaves,
+        "leaves": args.leaves,
         **{f"{way}_ms": 1e3 * median[way] for way in WAYS},
         "exact_over_plain": median["exact"] / median["plain"],
         "guards_over_bare": median["plain"] / median["bare"],
@@ -128,12 +139,14 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--words", type=int, default=32)
     parser.add_argument("--leaves", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = [measure(ranks, args.leaves, args.steps, args.rounds) for ranks in args.ranks]
+    rows = [measure(ranks, args) for ranks in args.ranks]
     print("| ranks | leaves | bare ms | plain ms | exact ms | exact / plain | guards / bare |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
@@ -143,7 +156,8 @@ def main() -> None:
             f"{row['guards_over_bare']:.3f} |"
         )
     if args.json:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
+        facts = {"torch": torch.__version__, "width": args.width, "words": args.words}
+        args.json.write_text(json.dumps({**facts, "rows": rows}, indent=2))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SRC = REPOSITORY / "src"
 RING = {"launch", "doctor", "bench", "certify", "board", "cli"}
 
-SPINE_LINE_BUDGET = 3_850
+SPINE_LINE_BUDGET = 5_100
 FIRST_HOUR = (
     "task.py",
     "step.py",
@@ -35,7 +35,7 @@ FIRST_HOUR = (
     "data/loader.py",
     "checkpoint/store.py",
 )
-FIRST_HOUR_LINE_BUDGET = 1_300
+FIRST_HOUR_LINE_BUDGET = 1_400
 
 PUBLIC_NAMES = {
     "fit",

@@ -61,8 +61,10 @@ class Launcher:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         self._output = (folder / "said.txt").open("ab")
+        self.num_killed = 0
         self.start()
 
     def start(self) -> None:
@@ -195,6 +197,7 @@ class Driver:
                 self._bury()
                 if self.launcher.process.returncode != -signal.SIGKILL:
                     return
+                self.launcher.num_killed += 1
                 self.launcher.start()
                 first = self._leg + 1
                 self.launcher.order(self.folder, self.story.num_steps, first, self.mutant)
@@ -273,6 +276,9 @@ class Driver:
             with suppress(psutil.NoSuchProcess):
                 ranks.append(psutil.Process(pid))
         _, alive = psutil.wait_procs(ranks, timeout=GONE_S)
+        logs = len(list((self.launcher.folder / "tmp").glob("torchelastic_*")))
+        if self.story.told("ended") and logs > self.launcher.num_killed:  # one dies with each
+            self.story.left_behind.append(f"{logs} temporary folders of launches")
         for process in alive:
             with suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE:

@@ -232,15 +232,16 @@ def figures(story: Story) -> dict[str, Any]:
     began = {told["pid"]: told["time"] for told in story.told("began")}
     beats = [(float(w[0]), began.get(int(w[1]), 0.0)) for w in story.steps if w[3] == "0"]
     recovery: dict[str, list[float]] = {"rank": [], "asked": [], "launcher": [], "save": []}
-    for told in story.told("struck"):
+    lethal = [t for t in story.told("struck") if story.fault(t).kind not in SURVIVED]
+    num_overtaken = 0
+    for told in lethal:
         kind = story.fault(told).kind
-        if kind in SURVIVED:
-            continue
         after = [when for when, birth in beats if when > told["time"] and birth > told["time"]]
-        if after:
+        if after and any(told["time"] < other["time"] < after[0] for other in lethal):
+            num_overtaken += 1  # struck again before it had recovered: the last one is counted
+        elif after:
             group = "rank" if kind in RESTARTED else "asked" if kind in ASKED else "save"
             recovery["launcher" if kind == "launcher" else group].append(after[0] - told["time"])
-    lethal = [t for t in story.told("struck") if story.fault(t).kind not in SURVIVED]
     warm = [s for kind, times in recovery.items() if kind != "launcher" for s in times]
     again = [switch.redone for switch in switches(story)]
     return {
@@ -249,6 +250,7 @@ def figures(story: Story) -> dict[str, Any]:
         "launches": len(story.told("launch")),
         "redone": sum(again),
         "redone_most": max(again, default=0),
+        "overtaken": num_overtaken,
         "recovery_s": {kind: spread(times) for kind, times in recovery.items()},
         "recovery_warm_s": spread(warm),
         "stages_s": {name: spread(times) for name, times in stages(story).items()},

@@ -39,7 +39,7 @@ class SyncBatchNorm(_BatchNorm):
         mean, num = sums[:-1] / sums[-1], sums[-1]
         centred = wide - mean.view(shape)
         variance = self.world.all_sum_with_grad(centred.square().sum(axes)) / num
-        self._remember(mean.detach(), variance.detach() * num / (num - 1))
+        self._remember(mean.detach(), (variance * num / (num - 1)).detach())
         scale = torch.rsqrt(variance + self.eps)
         if not self.affine:
             return (centred * scale.view(shape)).to(x.dtype)

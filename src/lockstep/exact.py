@@ -170,13 +170,15 @@ class LeafSum:
             by_parameter = dict(zip(map(id, self._trained), grads, strict=True))
             tree.add(node, [own.laid_out(by_parameter)])
         if self._last:
-            tree.add(self._last, [own.buffer.clone()])
+            tree.add(self._last, [own.buffer])  # the last, and so never the one that is changed
         covers = [cover(num_leaves, rank, world.size) for rank in range(world.size)]
         length = math.ceil(own.buffer.numel() / world.size)
-        sent = own.buffer.new_zeros(world.size, len(covers[world.rank]), length)
-        for row, (_, (value,)) in enumerate([] if self.has_failed else tree.nodes):
-            padded = nn.functional.pad(value, (0, sent[:, row].numel() - value.numel()))
-            sent[:, row] = padded.view(world.size, length)
+        gap = world.size * length - own.buffer.numel()
+        rows = [nn.functional.pad(value, (0, gap)) if gap else value for _, (value,) in tree.nodes]
+        if self.has_failed or not rows:
+            sent = own.buffer.new_zeros(world.size, len(covers[world.rank]), length)
+        else:
+            sent = torch.stack([row.view(world.size, length) for row in rows], dim=1)
         received, arrival = world.exchange(sent, [len(nodes) * length for nodes in covers])
 
         def add_up(_: object) -> Tensor:

@@ -35,7 +35,7 @@ def replicate(model: nn.Module, world: World, leaf_sum: LeafSum | None = None) -
     replica = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=leaf_sum is None,
+        gradient_as_bucket_view=True,
         **options,
     )
     exchange = leaf_sum or Averaging(world)

@@ -7,6 +7,7 @@ ranks first, but for those called `local_`.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 
 import torch
 
@@ -58,12 +59,14 @@ class Record:
             console.note(line)
 
     def enter(self, batch: StepBatch) -> None:
-        """Enter what this rank took in a step into the ledger."""
+        """Enter what this rank took in a step into the ledger, and what went wrong at it."""
+        step = self.run.progress.step
         for micro_batch in batch.micro_batches:
+            for fault in micro_batch.faults:
+                self.events.write("worker_lost", step, **asdict(fault), message=str(fault))
             if micro_batch.counts:
                 self.local_ledger.add(batch.epoch, micro_batch.visited)
                 for sample, reason in micro_batch.skipped:
-                    step = self.run.progress.step
                     self.events.write("sample_skipped", step, sample=sample, reason=reason)
 
     def sum_ledger(self) -> Ledger:

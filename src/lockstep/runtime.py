@@ -311,7 +311,8 @@ class World:
     def all_pieces(self, piece: Tensor) -> Tensor:
         """Concatenate pieces of one length over ranks. Collective."""
         whole = piece.new_empty(self.size * piece.numel())
-        dist.all_gather(list(whole.chunk(self.size)), piece, group=self._group(piece))
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # by version
+        gather(whole, piece, group=self._group(piece))
         return whole
 
 

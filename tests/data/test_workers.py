@@ -8,8 +8,9 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import signal_handling
 
 from lockstep.data import workers
 from lockstep.data.loader import LoaderConfig, read_held_out
@@ -56,7 +59,14 @@ def as_list(samples: list[Any]) -> list[Any]:
     return samples
 
 
-def read(dataset: Any, meddle: Callable[[int], None] = lambda turn: None, **options: Any) -> list:
+def number_worker(samples: list[Any]) -> int:
+    worker: Any = get_worker_info()
+    return int(worker.id)
+
+
+def read(
+    dataset: Any, meddle: Callable[[int], None] = lambda turn: None, **options: Any
+) -> list[MicroBatch]:
     """Read two samples at a time, meddling before each is asked for."""
     config = LoaderConfig(**({"num_workers": 2} | options))
     micro_batches = read_held_out(dataset, 2, FakeWorld(), 7, as_list, config)
@@ -100,12 +110,14 @@ def faults(found: list[MicroBatch]) -> list[str]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give up on stopped workers soon."""
+    """Look at workers often and give up on stopped ones, and on slow ones, soon."""
     monkeypatch.setattr(workers, "SLICE_S", 0.02)
     monkeypatch.setattr(workers, "STOPPED_S", 0.06)
+    monkeypatch.setattr(workers, "PATIENCE", 1)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than there are cores
+@pytest.mark.parametrize("num_workers", [1, 4])
 def test_whatever_a_batch_holds_arrives_as_it_was(num_workers: int) -> None:
     found = read(Rich(), num_workers=num_workers)
     assert data_of(found) == data_of(read(Rich(), num_workers=0))
@@ -116,45 +128,57 @@ def test_whatever_a_batch_holds_arrives_as_it_was(num_workers: int) -> None:
     assert not children()
 
 
+def test_a_data_set_is_told_which_worker_it_is_in() -> None:
+    config = LoaderConfig(num_workers=2)
+    found = list(read_held_out(Rich(8), 2, FakeWorld(), 7, number_worker, config))
+    assert [m.data for m in found] == [0, 1, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("how", "times", "words"),
-    [
-        (signal.SIGKILL, 120, "when memory runs out"),
-        (signal.SIGUSR2, 40, "ended by SIGUSR2"),
-        (signal.SIGSTOP, 40, "stopped by a signal"),
-    ],
+    [(signal.SIGKILL, 20, "when memory runs out"), (signal.SIGSTOP, 10, "stopped by a signal")],
 )
 def test_any_worker_may_be_lost_at_any_moment(
     how: signal.Signals, times: int, words: str, quick: None
 ) -> None:
-    """Two hundred times, over the three signals, at moments drawn at random."""
     choose, hits = random.Random(how), Counter[int]()
     dataset = Rich(8 * times)
     calm = data_of(read(dataset, num_workers=0))
 
     def meddle(turn: int) -> None:
         time.sleep(choose.random() * 0.004)
-        living = [p for p in multiprocessing.active_children() if p.pid not in hits]
-        if living and len(hits) < times:
-            victim = choose.choice(living)
-            hits[victim.pid] += 1
-            os.kill(victim.pid, how)
+        if turn % 4 == 0:  # a leaf is in the workers' hands for three turns
+            victim = choose.choice(multiprocessing.active_children())
+            hits[victim.pid or 0] += 1
+            os.kill(victim.pid or 0, how)
 
-    found = read(dataset, meddle, prefetch=1)
+    found = read(dataset, lambda turn: meddle(turn) if turn else None, prefetch=1)
     assert data_of(found) == calm
-    assert len(hits) == times
+    assert hits.total() == times - 1
     told = faults(found)
-    assert told
+    assert len(told) > times // 2
     assert all(words in text for text in told)
     assert {f.pid for m in found for f in m.faults} <= hits.keys()
     assert not children()
 
 
-def test_a_killed_worker_costs_less_than_a_second() -> None:
+@pytest.fixture
+def own_loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have torch watch over the workers of a loader of the user's own."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    before = signal.getsignal(signal.SIGCHLD)
+    assert len(list(DataLoader(Rich(), None, num_workers=1))) == 24  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGCHLD) != before
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_killed_worker_costs_less_than_a_second_and_is_raised_nowhere(own_loader: None) -> None:
     def meddle(turn: int) -> None:
         if turn == 5:
             for worker in children():
                 worker.kill()
+            time.sleep(0.1)  # where torch's handler would raise
 
     found = read(Rich(), meddle, prefetch=1)
     lost = [fault for m in found for fault in m.faults]
@@ -172,7 +196,7 @@ class Stuck(Rich):
             (folder / str(number)).touch()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        left = list(self.folder.iterdir()) if index == 9 else []
+        left = list(self.folder.iterdir()) if index == 7 else []
         if left:
             left[0].unlink()
             self.what()
@@ -182,38 +206,46 @@ class Stuck(Rich):
         return f"scan_{index}.nii"
 
 
-def test_a_worker_that_does_not_come_back_is_replaced(tmp_path: Path) -> None:
-    found = read(Stuck(tmp_path, 1, lambda: time.sleep(60)), timeout_s=0.4)
-    assert data_of(found) == data_of(read(Rich(), num_workers=0))
-    assert faults(found) == ["gave no answer for 0.4 s"]
+class BehindSlow(Stuck):
+    """The same, while the worker asked first is still reading."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(0.3 * (index == 0))
+        return super().__getitem__(index)
 
 
-def test_a_worker_that_ends_is_replaced_and_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_worker_that_ends_is_replaced_and_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quick: None
 ) -> None:
     found = read(Stuck(tmp_path, 2, lambda: os._exit(3)))
-    said = [f"rank 0: {fault}" for m in found for fault in m.faults]
+    said = [f"rank 0, evaluation: {fault}" for m in found for fault in m.faults]
     assert [record.getMessage() for record in caplog.records] == said
     assert all(re.search(r"loader worker \d+ ended .*; replaced, .* s lost", text) for text in said)
     assert data_of(found) == data_of(read(Rich(), num_workers=0))
-    assert faults(found) == ["ended with exit code 3"] * 2
+    assert faults(found) == ["ended with code 3"] * 2
+
+
+def test_a_worker_that_does_not_come_back_is_replaced(tmp_path: Path, quick: None) -> None:
+    found = read(Stuck(tmp_path, 1, lambda: time.sleep(60)), timeout_s=0.8)
+    assert data_of(found) == data_of(read(Rich(), num_workers=0))
+    assert faults(found) == ["gave no answer for 0.8 s"]
 
 
 @pytest.mark.parametrize(
-    ("what", "said", "remedy"),
+    ("what", "said"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "memory", "fewer loader.num_workers"),
-        (lambda: os._exit(1), "exit code 1", "loader.num_workers=0"),
-        (lambda: time.sleep(60), "gave no answer", "a longer loader.timeout_s"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "memory"),
+        (lambda: os.kill(os.getpid(), signal.SIGSTOP), "stopped by a signal"),
+        (lambda: os._exit(1), "ended with code 1"),
     ],
 )
 def test_the_third_loss_over_the_same_samples_names_them(
-    what: Callable[[], Any], said: str, remedy: str, tmp_path: Path
+    what: Callable[[], Any], said: str, tmp_path: Path, quick: None
 ) -> None:
     with pytest.raises(DataError, match=f"3 workers were lost.*{said}") as caught:
-        read(Stuck(tmp_path, 3, what), timeout_s=0.3)
-    assert "scan_8.nii, scan_9.nii" in caught.value.problem
-    assert remedy in caught.value.remedy
+        read(BehindSlow(tmp_path, 3, what))
+    assert "batch of scan_6.nii, scan_7.nii;" in caught.value.problem
+    assert "loader.num_workers=0" in caught.value.remedy
     assert not children()
 
 
@@ -247,7 +279,20 @@ def test_nothing_is_left_behind_by_reading_that_stops_early() -> None:
     children()[0].send_signal(signal.SIGSTOP)
     del micro_batches
     assert not children()
+    deadline = time.monotonic() + 2  # threads of torch's close what they hold as they end
+    while left() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert left() == before
+    assert os.listdir(util.get_temp_dir()), "sockets lie in a folder that ends with this process"
+
+
+def test_workers_leave_stop_signals_to_their_parent() -> None:
+    def meddle(turn: int) -> None:
+        for worker in children():
+            worker.terminate()
+            worker.send_signal(signal.SIGINT)
+
+    assert faults(read(Rich(), meddle)) == []
 
 
 def test_workers_end_with_a_process_that_is_killed() -> None:
@@ -265,7 +310,8 @@ def test_workers_end_with_a_process_that_is_killed() -> None:
         os.write(sender, b",".join(b"%d" % p.pid for p in children()))
         signal.pause()
     pids = [int(pid) for pid in os.read(receiver, 100).split(b",")]
-    os.close(receiver), os.close(sender)
+    os.close(receiver)
+    os.close(sender)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     deadline = time.monotonic() + 1

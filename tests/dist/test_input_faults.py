@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, setup
+from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events, setup
 from lockstep.checkpoint import Checkpoint
+from lockstep.data import workers
 from lockstep.errors import ConfigError
 from lockstep.resuming import changed_settings, flat_settings, is_among
 from lockstep.task import Context
@@ -37,17 +38,18 @@ class NoisyData:
 
 
 class FaultyTask(TinyTask):
-    """Sends a signal to its loader workers at some steps, in training or in evaluation."""
+    """Sends a signal to its loader workers at some steps of training and of evaluation."""
 
     def __init__(
         self,
-        steps: tuple[int, ...] = (),
+        in_training: tuple[int, ...] = (),
+        in_evaluation: tuple[int, ...] = (),
         number: int = signal.SIGKILL,
-        training: bool = True,
         bad: tuple[int, ...] = (),
     ) -> None:
         super().__init__(num_held_out=24)
-        self.steps, self.number, self.training, self.bad = set(steps), number, training, bad
+        self.steps = {True: set(in_training), False: set(in_evaluation)}
+        self.number, self.bad = number, bad
         self.hits: list[int] = []
 
     def train_data(self) -> Any:
@@ -57,8 +59,8 @@ class FaultyTask(TinyTask):
         return NoisyData(super().eval_data())
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
-        if context.training == self.training and context.step in self.steps:
-            self.steps.discard(context.step)
+        if context.step in self.steps[context.training]:
+            self.steps[context.training].discard(context.step)
             for worker in multiprocessing.active_children():
                 self.hits.append(worker.pid or 0)
                 os.kill(worker.pid or 0, self.number)
@@ -120,20 +122,33 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> str:
 # --- Workers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than there are cores
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
-@pytest.mark.parametrize("training", [True, False])
-def test_workers_killed_in_mid_epoch_change_no_bit(
-    num_workers: int, training: bool, calm: str, tmp_path: Path
+def test_workers_killed_in_mid_epoch_change_no_bit_and_are_told_of(
+    num_workers: int, calm: str, tmp_path: Path
 ) -> None:
-    task = FaultyTask((2, 7) if training else (6, 12), training=training)
-    hits = run(tmp_path, 1, task, loader={"num_workers": num_workers})
-    assert len(hits) >= 2
+    said = tmp_path / "said.txt"
+    sinks = {"curves": False, "log_file": str(said)}
+    settings = {"loader": {"num_workers": num_workers}, "sinks": sinks}
+    hits = run(tmp_path, 1, FaultyTask((2, 7), (6, 12)), **settings)
+    assert len(hits) >= 4
     assert hash_of(tmp_path) == calm
+    told = [event for event in read_events(tmp_path) if event["event"] == "worker_lost"]
+    assert len(told) >= 2
+    for event in told:
+        assert event["pid"] in hits
+        assert event["happened"].startswith("was killed (SIGKILL)")
+        assert event["message"].startswith(f"loader worker {event['pid']} was killed")
+        assert f"warning: {event['message']}\n" in said.read_text()
+        assert 0 < event["seconds"] < 30
 
 
-def test_a_stopped_worker_changes_no_bit_on_two_ranks(calm: str, tmp_path: Path) -> None:
-    loader = {"num_workers": 1, "timeout_s": 0.5}
-    assert len(run(tmp_path, 2, FaultyTask((3,), signal.SIGSTOP), loader=loader)) >= 2
+def test_a_stopped_worker_changes_no_bit_on_two_ranks(
+    calm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "STOPPED_S", 0.25)
+    task = FaultyTask((3,), number=signal.SIGSTOP)
+    assert len(run(tmp_path, 2, task, loader={"num_workers": 1})) >= 2
     assert hash_of(tmp_path) == calm
 
 

@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep import PartialLoss, RunConfig, fit
+from lockstep.batch_norm import SyncBatchNorm
 from lockstep.task import Context
-from lockstep.testing import TinyTask, run_ranks
+from lockstep.testing import FakeWorld, TinyTask, run_ranks
 
 
 class TwoTerms(TinyTask):
@@ -111,3 +112,23 @@ def test_synchronised_batch_norm_on_ranks_equals_one_larger_batch(
         train_on(ranks, tmp_path / name, Normalised(), batch=batch, sync_batch_norm=sync)
     assert farthest(tmp_path / "sync", tmp_path / "one") < 1e-12
     assert farthest(tmp_path / "apart", tmp_path / "one") > 1e-3, "the comparison can fail"
+
+
+def test_running_statistics_do_not_hold_on_to_earlier_steps() -> None:
+    norm = SyncBatchNorm(nn.BatchNorm1d(8), FakeWorld())
+    model = nn.Sequential(nn.Linear(5, 8), norm)
+    lengths = []
+    for _ in range(3):
+        model(torch.rand(4, 5)).sum().backward()
+        lengths.append([chain_length(norm.running_mean), chain_length(norm.running_var)])
+    assert lengths == [[0, 0]] * 3
+
+
+def chain_length(tensor: Tensor | None) -> int:
+    """Count the operations that autograd would go back through from `tensor`."""
+    assert tensor is not None
+    found, new = set(), {tensor.grad_fn} - {None}
+    while new:
+        found |= new
+        new = {above for node in new for above, _ in node.next_functions} - {None} - found
+    return len(found)

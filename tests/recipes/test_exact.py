@@ -12,13 +12,13 @@ from lockstep import fit
 from lockstep.testing import run_ranks
 from lockstep_recipes.atlas.sample_data import make_episodes
 
-SIZES = (1, 3, 8)
-STEPS = 4
+SIZES = (1, 3)
+STEPS = 2
 FLAGS = ["--exact", "--batch_size=2", "--set=batch.global_batch_size=16"]
 SHARED = ["sinks.curves=false", "rate.lr_scaling=none"]
 SIZES_BY_HAND = os.environ.get("SIZES", "1 2 3 4 5 8").split()
 COMMANDS = {
-    "jit": [*FLAGS, "--output_dir=run"],
+    "jit": [*FLAGS, "--output_dir=run", "--grid=0", "--num_fid_samples=0"],
     "protein": [*FLAGS, "--output_dir=run"],
     "segmentation": ["--exact", "--batchsize=2", "--set=batch.global_batch_size=16"],
     "atlas": [  # not its rehearsal, which reads as many frames as its ranks take in one step
@@ -78,16 +78,16 @@ def final_state(recipe: str, folder: Path, *stages: tuple[int, int]) -> str:
 @pytest.mark.parametrize("recipe", COMMANDS)
 def test_one_hash_for_every_number_of_ranks(recipe: str, tmp_path: Path) -> None:
     hashes = {str(n): final_state(recipe, tmp_path / str(n), (n, STEPS)) for n in SIZES}
-    hashes["4 -> 1 -> 2"] = final_state(recipe, tmp_path / "elastic", (4, 1), (1, 3), (2, STEPS))
+    hashes["2 -> 1"] = final_state(recipe, tmp_path / "elastic", (2, 1), (1, STEPS))
     assert len(set(hashes.values())) == 1, hashes
 
 
 if __name__ == "__main__":  # all sizes, by hand: python tests/recipes/test_exact.py FOLDER [RECIPE]
     where = Path(sys.argv[1])
     for name in sys.argv[2:] or COMMANDS:
-        plans = {str(size): [(size, STEPS)] for size in map(int, SIZES_BY_HAND)}
+        plans = {str(size): [(size, 4)] for size in map(int, SIZES_BY_HAND)}
         if "4" in SIZES_BY_HAND:
-            plans["4 -> 1 -> 3 -> 2"] = [(4, 1), (1, 2), (3, 3), (2, STEPS)]
+            plans["4 -> 1 -> 3 -> 2"] = [(4, 1), (1, 2), (3, 3), (2, 4)]
         found = {
             plan: final_state(name, where / f"{name}_{number}", *stages)
             for number, (plan, stages) in enumerate(plans.items())

@@ -208,14 +208,14 @@ def test_a_rank_tells_its_end_before_the_others_can_notice_it(
 ) -> None:
     (folder / "train.py").write_text(script)
     env = {**os.environ, FIRST_FAILURE: str(folder / "first")}
-    first = subprocess.run([sys.executable, "-m", WORKER, "train.py"], env=env, check=False)
-    assert first.returncode == int(said[:1] or 0)
-    told = (folder / "first").read_text() if said else ""
-    assert told.strip() == said
-    (folder / "first").write_text("9")
+    one = subprocess.run([sys.executable, "-m", WORKER, "train.py"], env=env, check=False)
+    assert one.returncode == int(said[:1] or 0)
+    first_told = folder / "first"
+    assert (first_told.read_text() if first_told.exists() else "").strip() == said
+    first_told.write_text("9")
     again = subprocess.run([sys.executable, "-m", WORKER, "train.py"], env=env, check=False)
-    assert again.returncode == first.returncode
-    assert (folder / "first").read_text() == "9", "another was first"
+    assert again.returncode == one.returncode
+    assert first_told.read_text() == "9", "another was first"
 
 
 # --- A bug that comes back -------------------------------------------------------

@@ -8,7 +8,7 @@ leaf, the copy to the device.
 import logging
 import math
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from lockstep.data.reader import (
     build_reader,
     is_stream,
 )
-from lockstep.data.workers import pinned_ahead, read_in_workers
+from lockstep.data.workers import read_in_workers
 from lockstep.errors import ConfigError, DataError
 from lockstep.plan import BatchConfig, BatchPlan, plan_batches, resume_plan
 from lockstep.runtime import World
@@ -188,7 +188,10 @@ def read_held_out(
     mine = [leaf for leaf in leaves_of(plan, 0, world.rank) if not leaf.borrowed]
     order = Sequential(len(dataset))
     reader = build_reader(dataset, order, seed, collate, config.on_bad_sample)
-    return _read(reader, iter(mine), config, world)
+    for micro_batch in _read(reader, mine, config, world):
+        for fault in micro_batch.faults:
+            _log.warning("rank %d, evaluation: %s", world.rank, fault)
+        yield micro_batch
 
 
 def plan_for(dataset: Any, batch: BatchConfig, world_size: int) -> BatchPlan:
@@ -203,17 +206,12 @@ def _read(
     reader: LeafReader, leaves: Iterable[Leaf], config: LoaderConfig, world: World
 ) -> Iterator[MicroBatch]:
     """Read leaves, in worker processes and a few ahead if asked, and move them to the device."""
-    with ExitStack() as stack:
-        read: Generator[MicroBatch] = (reader[leaf] for leaf in leaves)
-        if config.num_workers and not isinstance(reader, StreamReader):
-            limits = config.num_workers, config.prefetch, config.timeout_s
-            read = stack.enter_context(closing(read_in_workers(reader, leaves, *limits)))
-            if world.device.type == "cuda":
-                pinned = pinned_ahead(read, config.prefetch, world.device)
-                read = stack.enter_context(closing(pinned))
+    read: Generator[MicroBatch] = (reader[leaf] for leaf in leaves)
+    if config.num_workers and not isinstance(reader, StreamReader):
+        crew = {"num_workers": config.num_workers, "prefetch": config.prefetch}
+        read = read_in_workers(reader, leaves, config.timeout_s, device=world.device, **crew)
+    with closing(read):
         for micro_batch in read:
-            for fault in micro_batch.faults:
-                _log.warning("rank %d: %s", world.rank, fault)
             if micro_batch.error is not None:
                 raise DataError(*micro_batch.error)
             yield replace(micro_batch, data=to_device(micro_batch.data, world.device))

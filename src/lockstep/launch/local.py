@@ -12,6 +12,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import types
@@ -85,6 +86,8 @@ def launch(command: LaunchRequest) -> int:
         return 128 + int(stopped.sigval)
     finally:
         agent._worker_group.spec.rdzv_handler.shutdown()
+        if command.logs is None:
+            shutil.rmtree(agent._logs_specs.root_log_dir, ignore_errors=True)  # a temporary folder
     return int(agent.exit_code) if result.is_failed() else 0
 
 

@@ -57,6 +57,7 @@ def work(*words: str) -> None:
             leave_record(folder, code)
         sys.exit(code)
     except KeyboardInterrupt:
+        leave_record(folder, 128 + signal.SIGINT)
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:
         leave_record(folder, 1, error)

@@ -35,6 +35,7 @@ LINES = {
     "non_finite": "warning: {message}",
     "checkpoint": "checkpoint at step {step}  {path}{cost}",
     "picture": "picture at step {step}  {path}",
+    "worker_lost": "warning: {message}",
     "sample_skipped": "skipped sample {sample}: {reason}",
     "warning": "warning: {message}",
     "stop": "stopping at step {step}: {reason}",
