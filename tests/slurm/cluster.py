@@ -220,8 +220,8 @@ class Cluster:
 
     @contextmanager
     def port_taken(self, node: str, port: int) -> Iterator[None]:
-        """Let somebody else listen on a port of a node."""
-        listen = f"import socket; s = socket.create_server(('', {port})); s.accept()"
+        """Let somebody else listen on a port of a node, whoever calls."""
+        listen = f"import socket\ns = socket.create_server(('', {port}))\nwhile True: s.accept()"
         command = ["ip", "netns", "exec", f"{self.prefix}{node}", sys.executable, "-c", listen]
         somebody = subprocess.Popen(command)
         try:
