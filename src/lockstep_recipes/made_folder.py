@@ -59,13 +59,14 @@ def is_made(folder: Path, record: Mapping[str, Any]) -> bool:
     Raises:
         DataError: if it holds anything else.
     """
+    was_there = folder.exists()  # asked first: another rank may make it at any moment
     try:
         made = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
         made = None
     if made == record:
         return True
-    if folder.exists() and (made is not None or not folder.is_dir() or any(folder.iterdir())):
+    if was_there and (made is not None or not folder.is_dir() or any(folder.iterdir())):
         held = f"another sample set ({made})" if made else "files that are no sample set"
         raise DataError(f"{folder} holds {held}", "name another folder, or remove this one")
     return False

@@ -85,20 +85,3 @@ def _become(folder: Path, env: dict[str, str]) -> None:
         os.dup2(file, number)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", closefd=False)
-
-
-ROW = "{form:>4}  {recipe:<12}  {processes:>9}  {seconds:>7}  {seen:<{wide}}  {command}"
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table of the guides' commands that ran, as `test_guide_commands.py` recorded it."""
-    ran = [one for reports in terminalreporter.stats.values() for one in reports]
-    called = [one for one in ran if getattr(one, "when", "") == "call"]
-    rows = [row for one in called for name, row in one.user_properties if name == "guide form"]
-    if rows:
-        forms = {row["form"] for row in rows}
-        terminalreporter.section(f"{len(forms)} forms of the guides' commands")
-        wide = max(len(row["seen"]) for row in rows)
-        head = {name: name for name in rows[0]}
-        for row in [head, *sorted(rows, key=lambda row: int(row["form"]))]:
-            terminalreporter.write_line(ROW.format(**row, wide=wide))

@@ -67,9 +67,9 @@ def on_a_cluster(form: "Form", folder: Path) -> Ended:
 
     def state(job_id: str) -> str:
         said = cluster.ask("scontrol", "show", "job", "--oneliner", job_id)
-        return said.partition("JobState=")[2].split()[0]
+        return said.partition("JobState=")[2].partition(" ")[0]
 
-    living = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+    living = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "")  # it may not answer at once
     try:
         with cluster.port_taken("node1", 29500):
             said = run(form.command, folder, SLURM_CONF=cluster.env["SLURM_CONF"]).out
@@ -183,8 +183,8 @@ def told(events: Sequence[Mapping[str, Any]]) -> str:
 
 def check_file(path: Path) -> None:
     """Check that a checkpoint has weights, a picture shows something, and no file is empty."""
-    if path.is_dir():
-        path = next(path.glob("*.safetensors"), path)
+    if path.parent.name == "checkpoints":
+        path /= "model.safetensors"
     if path.suffix == ".png":
         with Image.open(path) as picture:
             low, high = picture.convert("L").getextrema()

@@ -190,6 +190,7 @@ REFUSED = {
     ("model.predict_residual", True): "data.use_last_action: true",
 }
 ELSEWHERE = {
+    "lockstep": "test_any_setting_of_a_run_may_stand_in_the_file",
     "data.data_dir": "every test here",
     "data.action_stats_path": "test_statistics_travel_with_the_checkpoint",
     "logging.save_to_file": "test_the_guides_five_keys_run",
@@ -217,6 +218,13 @@ def keys_of(kind: type[BaseModel], above: str = "") -> list[str]:
         is_section = isinstance(below, type) and issubclass(below, BaseModel)
         found += keys_of(below, f"{above}{name}.") if is_section else [f"{above}{name}"]
     return found
+
+
+def test_any_setting_of_a_run_may_stand_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("lockstep: {exact: true, log_every: 7}\n")
+    _, run = build(["--config", str(file)])
+    assert (run.exact, run.log_every) == (True, 7)
 
 
 def test_every_key_is_tested_and_documented() -> None:

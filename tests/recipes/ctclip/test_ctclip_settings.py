@@ -175,6 +175,7 @@ IN_A_RUN = (
     "training.max_epochs",
 )
 ELSEWHERE = {
+    "lockstep": "test_exact",
     "data.paths.train": "test_ctclip_data",
     "data.paths.labels": "test_ctclip_data",
     "model.clip.dim_image": "test_ctclip_model",
