@@ -12,7 +12,6 @@ from lockstep import fit
 from lockstep.testing import run_ranks
 from lockstep_recipes.atlas.sample_data import make_episodes
 
-SIZES = (1, 3)
 STEPS = 2
 FLAGS = ["--exact", "--batch_size=2", "--set=batch.global_batch_size=16"]
 SHARED = ["sinks.curves=false", "rate.lr_scaling=none"]
@@ -77,8 +76,8 @@ def final_state(recipe: str, folder: Path, *stages: tuple[int, int]) -> str:
 
 @pytest.mark.parametrize("recipe", COMMANDS)
 def test_one_hash_for_every_number_of_ranks(recipe: str, tmp_path: Path) -> None:
-    hashes = {str(n): final_state(recipe, tmp_path / str(n), (n, STEPS)) for n in SIZES}
-    hashes["2 -> 1"] = final_state(recipe, tmp_path / "elastic", (2, 1), (1, STEPS))
+    hashes = {"1": final_state(recipe, tmp_path / "one", (1, STEPS))}
+    hashes["3 -> 2"] = final_state(recipe, tmp_path / "elastic", (3, 1), (2, STEPS))
     assert len(set(hashes.values())) == 1, hashes
 
 
