@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep import Loader, PartialLoss, train_step
 from lockstep.data.loader import StepBatch
+from lockstep.non_finite import unbroken
 from lockstep.plan import BatchConfig, plan_batches
 from lockstep.randomness import seed_all
 from lockstep.step import StepReport, as_partial
@@ -117,6 +118,26 @@ def test_a_loss_that_is_no_number_is_reported_as_such(bad: float) -> None:
 
     assert bool(step()[0].finite)
     assert not bool(step(loss)[0].finite)
+
+
+def test_after_a_bad_step_nothing_moves_until_somebody_looks() -> None:
+    """As on a GPU, which is asked now and then: step, loss and norm are those of the bad step."""
+    model, optimizer = build()
+    broken = unbroken(torch.device("cpu"))
+    plan = plan_batches(BatchConfig(batch_size=12), 48, 1)
+    states, reports = [], []
+    for batch in Loader(TASK.train_data(), WORLD, plan=plan, epochs=1):
+        factor = float("inf") if batch.step == 1 else 1.0
+
+        def loss(net: nn.Module, data: Any, context: Context, factor: float = factor) -> Tensor:
+            return TASK.loss(net, data, context).loss_sum * factor
+
+        reports.append(train_step(loss, model, optimizer, batch, WORLD, broken=broken))
+        states.append(flat(model).clone())
+    assert not torch.equal(states[0], flat(build()[0]))
+    assert all(torch.equal(state, states[0]) for state in states)
+    assert bool(reports[2].finite)
+    assert broken.tolist()[:2] == [1.0, float("inf")]
 
 
 def test_a_gradient_that_is_no_number_is_reported_although_the_loss_is_one() -> None:

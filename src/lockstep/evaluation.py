@@ -103,11 +103,16 @@ def evaluate(
     shapes: dict[str, Sequence[int]] = {}
     for text in world.all_texts(json.dumps(local_shapes)):
         shapes |= json.loads(text)
-    sums = {}
-    for name, shape in shapes.items():
-        blank = torch.zeros(math.prod(shape) + 1, dtype=torch.float64)
+    lengths = [math.prod(shape) + 1 for shape in shapes.values()]
+    blanks = [torch.zeros(length, dtype=torch.float64) for length in lengths]
+    for name, blank in zip(shapes, blanks, strict=True):
         add(name, len(places), blank)
-        sums[name] = sum_nodes(local[name], blank, world)
+    sums: dict[str, Tensor] = {}
+    if shapes:  # side by side, for one collective
+        nodes = zip(*(local[name].nodes for name in shapes), strict=True)
+        beside = [(same[0][0], [torch.cat([row for _, (row,) in same])]) for same in nodes]
+        total = sum_nodes(TreeSum(num_leaves, beside), torch.cat(blanks), world)
+        sums = dict(zip(shapes, torch.split(total, lengths), strict=True))
     means = {  # what has not a single unit has no mean
         name: (row[:-1] / row[-1]).reshape(shapes[name]) for name, row in sums.items() if row[-1]
     }

@@ -22,11 +22,18 @@ MAX_LEFT_OUT = 10
 """More steps than this without a number are no accident."""
 
 
-def move(optimizer: Optimizer, bad: Tensor, step: int, broken: Tensor | None) -> None:
+def unbroken(device: torch.device) -> Tensor:
+    """Return what `train_step` takes as `broken`: a step, its loss and its gradient norm."""
+    return torch.full((3,), -1.0, dtype=torch.float64, device=device)
+
+
+def move(optimizer: Optimizer, report: "StepReport", step: int, broken: Tensor | None) -> None:
     """Let the optimizer move the weights unless the step is bad, or one before it was."""
+    bad = ~report.finite
     if broken is not None:
-        broken.copy_(torch.where((broken < 0) & bad, step, broken))
-        bad = broken >= 0
+        met = torch.stack([torch.full_like(report.loss, step), report.loss, report.grad_norm])
+        broken.copy_(torch.where((broken[0] < 0) & bad, met, broken))
+        bad = broken[0] >= 0
     if bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # it asks on the device
         optimizer.step()
@@ -48,7 +55,7 @@ class LeftOut:
         self.run, self.events = run, events
         self.num = 0
 
-    def add(self, report: "StepReport", step: int) -> None:
+    def add(self, step: int, loss: float, norm: float) -> None:
         """Deal with the step after `step` updates, as the run was told to. Collective.
 
         The state it met is kept, to be met again in one process. Saves are settled by now.
@@ -58,7 +65,6 @@ class LeftOut:
         """
         run, policy = self.run, self.run.config.on_non_finite
         evidence = together(run.world, lambda: run.keep_evidence(step))
-        loss, norm = float(report.loss), float(report.grad_norm)
         message = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}"
         self.num += 1
         if policy == "stop" or self.num > MAX_LEFT_OUT:

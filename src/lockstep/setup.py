@@ -27,6 +27,7 @@ from lockstep.data.loader import Loader, StepBatch
 from lockstep.data.reader import is_stream
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
 from lockstep.exact import LeafSum
+from lockstep.non_finite import unbroken
 from lockstep.numerics import fingerprint, settle_numerics
 from lockstep.parallel import bare, replicate
 from lockstep.plan import Contract
@@ -111,7 +112,7 @@ class Run:
     """In exact mode, what adds up."""
     numerics: dict[str, str] = field(default_factory=dict)
     broken: Tensor | None = None
-    """On a GPU, the first step that was no longer arithmetic, or -1; see `train_step`."""
+    """On a GPU, the first step that was no longer arithmetic, if any; see `train_step`."""
 
     def parts(self) -> dict[str, Any]:
         """Return all that a resumed run needs, by name."""
@@ -322,8 +323,8 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     if config.exact:
         run.leaf_sum = LeafSum(model, world, task.gathers)
     run.numerics = fingerprint(world.device)
-    if world.device.type == "cuda" and config.on_non_finite == "stop":
-        run.broken = torch.full((), -1, dtype=torch.int64, device=world.device)
+    if world.device.type == "cuda" and config.on_non_finite == "stop" and not run.scaler:
+        run.broken = unbroken(world.device)  # with a scaler every step is looked at
     run.replicate()
     return run
 

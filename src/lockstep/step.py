@@ -77,8 +77,8 @@ def train_step(
 
     Args:
         leaf_sum: Adds up alike for every number of ranks; `model` was replicated with it.
-        broken: A number on the device, -1, which becomes the first step that was no longer
-            arithmetic; no step after it moves anything. It spares asking the device each time.
+        broken: From `unbroken`: it becomes the first step that was no longer arithmetic, after
+            which none moves anything. It spares asking the device each time. Not with a scaler.
         agree_on_memory: What does not fit on one rank fails on all. Not for a loss that itself
             talks to other ranks.
 
@@ -115,7 +115,7 @@ def train_step(
         scaler.step(optimizer)
         scaler.update()
     else:
-        move(optimizer, ~report.finite, batch.step, broken)
+        move(optimizer, report, batch.step, broken)
     optimizer.zero_grad(set_to_none=True)
     return report
 

@@ -170,7 +170,7 @@ class Trainer:
         self.report = report
         if run.broken is None and not is_finite(report, run):
             self.saver.settle()
-            self.left_out.add(report, batch.step)
+            self.left_out.add(batch.step, float(report.loss), float(report.grad_norm))
             run.progress.take(None, batch)
         else:
             run.progress.take(report, batch)
@@ -287,10 +287,10 @@ class Trainer:
 
     def _check_finite(self) -> None:
         """Raise, on all ranks alike, if a step since the last look was no longer arithmetic."""
-        broken = self.run.broken
-        if broken is not None and self.report is not None and int(broken) >= 0:
+        step, loss, norm = (-1.0, 0.0, 0.0) if self.run.broken is None else self.run.broken.tolist()
+        if step >= 0:
             self.saver.settle()
-            self.left_out.add(self.report, int(broken))
+            self.left_out.add(int(step), loss, norm)
 
     def _is_best(self) -> bool:
         """Say whether the present metrics are the best so far, and remember it."""

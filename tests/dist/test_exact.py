@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,6 +18,7 @@ from lockstep import RunConfig, Task, fit
 from lockstep.data.order import share
 from lockstep.errors import ConfigError
 from lockstep.exact import TreeSum, cover
+from lockstep.numerics import raise_if_not_deterministic
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import run_ranks
 
@@ -93,10 +95,10 @@ class Conv(Mlp):
     def build_model(self) -> nn.Module:
         layers = (
             nn.Unflatten(1, (1, 3, 3)),
-            nn.Conv2d(1, 5, 2),
+            nn.Conv2d(1, 5, 2, bias=False),  # which would have no gradient, but for rounding
             nn.BatchNorm2d(5),
             nn.ReLU(),
-            nn.Conv2d(5, 6, 2),
+            nn.Conv2d(5, 6, 2, bias=False),
             nn.Flatten(),
             nn.BatchNorm1d(6, momentum=None),
             nn.Linear(6, 4),
@@ -179,6 +181,10 @@ def train(task: str, folder: Path, max_steps: int) -> None:
     fit(TASKS[task](), config_for(folder, max_steps=max_steps))
 
 
+def train_task(task: Task, folder: Path, more: dict[str, Any]) -> None:
+    fit(task, config_for(folder, **more))
+
+
 def final_state(task: str, folder: Path, stages: Sequence[tuple[int, int]]) -> str:
     """Train in stages of (ranks, up to which step), and return the hash of what is left."""
     for num_ranks, stop in stages:
@@ -186,12 +192,48 @@ def final_state(task: str, folder: Path, stages: Sequence[tuple[int, int]]) -> s
     return state_of(folder)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["mlp", "transformer", "conv", "contrast"])
 def test_one_hash_for_every_number_of_ranks(task: str, tmp_path: Path) -> None:
     plans = {str(size): ((size, 8),) for size in SIZES.get(task, SOME_SIZES)}
     plans["elastic"] = ELASTIC.get(task, SOME_ELASTIC)
     hashes = {plan: final_state(task, tmp_path / plan, plans[plan]) for plan in plans}
     assert len(set(hashes.values())) == 1, hashes
+
+
+# --- It is the same training, but for rounding ------------------------------------------------
+
+
+class Quiet(Mlp):
+    """Draws from torch's streams alone, which plain mode keys by micro-batch, too."""
+
+    def loss(self, model: nn.Module, batch: Tensor, context: Context) -> PartialLoss:
+        noise = torch.randn(batch.shape, generator=context.generator("noise"))
+        error = (model(batch[:, :6] + 0.1 * noise[:, :6]) - batch[:, 6:]).square().sum(dim=1)
+        units = (batch[:, 6:] > 0).sum(dim=1)
+        return PartialLoss((error * units).sum(), units.sum())
+
+
+TASKS["quiet"] = Quiet
+
+
+def momentum_of(folder: Path) -> Tensor:
+    """Return Adam's mean gradients and the running statistics, which do not forgive a factor."""
+    newest = sorted((folder / "checkpoints").glob("step_*"))[-1]
+    held = load_file(newest / "optimizer.safetensors") | load_file(newest / "model.safetensors")
+    kept = [held[name] for name in sorted(held) if "exp_avg" in name or "running" in name]
+    return torch.cat([tensor.double().flatten() for tensor in kept])
+
+
+@pytest.mark.parametrize(
+    ("task", "plain_ranks"), [("quiet", 1), ("transformer", 1), ("conv", 1), ("contrast", 8)]
+)
+def test_exact_differs_from_plain_by_rounding(task: str, plain_ranks: int, tmp_path: Path) -> None:
+    """A contrastive loss compares the samples of all ranks: eight are the whole step."""
+    more = {"max_steps": 3, "batch": {"batch_size": 3, "global_batch_size": 24}}
+    run_ranks(1, train_task, TASKS[task](), tmp_path / "exact", more)
+    run_ranks(plain_ranks, train_task, TASKS[task](), tmp_path / "plain", {**more, "exact": False})
+    exact, plain = momentum_of(tmp_path / "exact"), momentum_of(tmp_path / "plain")
+    assert (exact - plain).abs().max() < 1e-6 * plain.abs().max()
 
 
 # --- It can fail ----------------------------------------------------------------------------
@@ -240,10 +282,6 @@ class Unannounced(Contrast):
     gathers = False
 
 
-def train_task(task: Task, folder: Path, more: dict[str, Any]) -> None:
-    fit(task, config_for(folder, **more))
-
-
 def test_a_stream_that_knows_its_rank_is_seen(tmp_path: Path) -> None:
     hashes = set()
     for size in (1, 2):
@@ -265,6 +303,13 @@ def test_what_cannot_be_exact_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train_task(task, tmp_path, more)
+
+
+def test_a_kernel_that_does_not_repeat_itself_is_named() -> None:
+    said = RuntimeError("nll_loss2d does not have a deterministic implementation, but you set ...")
+    with pytest.raises(ConfigError, match="exact: nll_loss2d adds in an order of its own"):
+        raise_if_not_deterministic(said)
+    raise_if_not_deterministic(RuntimeError("something else"))
 
 
 def test_other_numerics_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,16 @@ class Poisoned(TinyTask):
         return data
 
 
+class Half(Poisoned):
+    """In float32, for a scaler to scale."""
+
+    def build_model(self) -> nn.Module:
+        return super().build_model().float()
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> Any:
+        return {key: value.float() for key, value in super().collate(samples).items()}
+
+
 def config_for(folder: Path, **more: Any) -> RunConfig:
     values = {
         "output_dir": str(folder),
@@ -190,6 +200,12 @@ def test_rewinding_further_leaves_out_more(tmp_path: Path) -> None:
 def test_there_must_be_something_to_rewind_to(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="no checkpoint to rewind to"):
         fit(Poisoned(), config_for(tmp_path, on_non_finite="rewind", checkpoint={"every_steps": 9}))
+
+
+def test_a_scaler_does_not_hide_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    """It leaves out steps whose gradient overflows, and would leave out all of these."""
+    with pytest.raises(NonFiniteError, match="loss nan"):
+        fit(Half(), config_for(tmp_path, precision="fp16"))
 
 
 def test_too_many_bad_steps_are_no_accident(tmp_path: Path) -> None:
