@@ -21,9 +21,9 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SRC = REPOSITORY / "src"
-RING = {"launch", "doctor", "bench", "certify", "board", "cli"}
+RING = {"launch", "doctor", "bench", "certify", "board", "cli", "testing"}
 
-SPINE_LINE_BUDGET = 5_150
+SPINE_LINE_BUDGET = 5_100
 FIRST_HOUR = (
     "task.py",
     "step.py",
@@ -59,7 +59,7 @@ def files_of(package: str) -> list[Path]:
 
 def spine_files() -> list[Path]:
     root = SRC / "lockstep"
-    return [f for f in files_of("lockstep") if f.relative_to(root).parts[0] not in RING]
+    return [f for f in files_of("lockstep") if Path(f.relative_to(root).parts[0]).stem not in RING]
 
 
 def ring_files() -> list[Path]:

@@ -19,6 +19,7 @@ from lockstep.observe.console import Console
 from lockstep.observe.events import EventLog
 from lockstep.observe.sinks import Sinks
 from lockstep.observe.throughput import Throughput
+from lockstep.resuming import warnings_of
 from lockstep.schedule import warmup_length
 from lockstep.setup import Run
 from lockstep.step import StepReport
@@ -149,6 +150,8 @@ def banner(run: Run) -> list[str]:
         lines.append(
             f"exact: {', '.join(f'{name} {value}' for name, value in run.numerics.items())}"
         )
+    if run.resumed_from is not None:
+        lines += [f"warning: {said}" for said in warnings_of(run.resumed_from, run.config)]
     before = run.resumed_from.meta.get("numerics", {}) if run.resumed_from else {}
     if run.config.exact and before and (changed := changes(before, run.numerics)):
         lines.append(f"warning: the bits may differ from here on: {', '.join(changed)}")

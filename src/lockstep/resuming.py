@@ -5,7 +5,6 @@ for what is not. Does not own: how a state is restored.
 """
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from lockstep.data.fingerprint import differences, take_print
 from lockstep.data.loader import plan_for
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.plan import Contract, resume_contract, scaled_rate
-
-_log = logging.getLogger("lockstep")
 
 BINDING: tuple[str, ...] = (
     "schedule",
@@ -165,10 +162,6 @@ def changed_settings(
         new = flat_settings(json.loads(json.dumps(task_settings)))
         names = [n for n in sorted(old.keys() | new.keys()) if not is_among(n, may_change)]
         pairs += [(f"task.{name}", old.get(name), new.get(name)) for name in names]
-    length = [n for n in ("epochs", "max_steps") if then.get(n) != now[n]]
-    if length and config.schedule.shape == "cosine":
-        said = ", ".join(f"{n} {then.get(n)} -> {now[n]}" for n in length)
-        _log.warning("the cosine ends elsewhere than it did: %s", said)
     return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
 
 
@@ -197,8 +190,6 @@ def agree_to_go_on(
     agree: Callable[[], Contract],
 ) -> Contract:
     """Return what `agree` does, or refuse all that has changed since the checkpoint at once."""
-    if checkpoint is not None and "data" not in checkpoint.meta:
-        _log.warning("%s does not say what its data held: not compared", checkpoint.path)
     if config.accept_changes or not changes:
         return agree()
     try:
@@ -209,3 +200,16 @@ def agree_to_go_on(
         f"this is not what the checkpoint was trained with: {'; '.join(changes)}",
         "the old settings and data, or accept_changes=true to go on with the new ones",
     )
+
+
+def warnings_of(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
+    """Return what a user should know of a checkpoint that the run goes on from all the same."""
+    then = {**RunConfig().model_dump(), **checkpoint.meta.get("config", {})}
+    now = config.model_dump(include={"epochs", "max_steps"})
+    lengths = [f"{n} {then[n]} -> {value}" for n, value in now.items() if then[n] != value]
+    said = []
+    if lengths and config.schedule.shape == "cosine":
+        said.append(f"the cosine ends elsewhere than it did: {', '.join(lengths)}")
+    if "data" not in checkpoint.meta:
+        said.append(f"{checkpoint.path} does not say what its data held: not compared")
+    return said

@@ -56,7 +56,10 @@ class Saver:
 
         if is_sharded:
             try:
-                begun = together(run.world, lambda: run.world.is_first and run.store.begin(step))
+                needed = parts.num_bytes * run.world.size  # ranks have as much each, to a row
+                begun = together(
+                    run.world, lambda: run.world.is_first and run.store.begin(step, needed)
+                )
             except CheckpointError as error:
                 self._not_saved(error)
                 return

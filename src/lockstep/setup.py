@@ -5,7 +5,6 @@ optimizer, checkpoint. Does not own: what happens then; that is the trainer's.
 """
 
 import json
-import logging
 import platform
 import shutil
 from contextlib import ExitStack
@@ -44,8 +43,6 @@ from lockstep.resuming import (
 from lockstep.runtime import World
 from lockstep.step import StepReport
 from lockstep.task import Task
-
-_log = logging.getLogger("lockstep")
 
 
 @dataclass

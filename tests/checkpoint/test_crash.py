@@ -41,8 +41,8 @@ def save_third(store: CheckpointStore) -> None:
 
 def save_third_in_shares(store: CheckpointStore) -> None:
     """Save as two ranks would, the second one's share first."""
-    assert store.begin(3)
     shares = [share_of(parts(3), rank, 2) for rank in (1, 0)]
+    assert store.begin(3, sum(share.num_bytes for share in shares))
     files = {name: facts for s in shares for name, facts in store.write_share(3, s).items()}
     store.save(3, Written(shares[0].skeletons, files), {"position": 3})
     store.name(3, "best_model.pt")
@@ -148,10 +148,10 @@ def test_random_kills_never_leave_fewer_checkpoints_than_there_should_be(tmp_pat
 def test_removing_before_the_commit_would_be_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def careless(self: CheckpointStore, step: int) -> bool:
+    def careless(self: CheckpointStore, step: int, num_needed: int = 0) -> bool:
         for old in self.steps()[:-1]:
             shutil.rmtree(self.path(old))
-        return begin(self, step)
+        return begin(self, step, num_needed)
 
     begin = CheckpointStore.begin
     monkeypatch.setattr(CheckpointStore, "begin", careless)
@@ -233,7 +233,7 @@ def test_an_error_of_any_call_is_reported_and_loses_nothing(
         if said is not None:
             num_reported += 1
             assert os.strerror(fault.code) in said
-            assert " free)" in said or "cannot save" not in said
+            assert "bytes needed" in said or "cannot save" not in said
         if not fault.fired:
             break
         where = f"call {fault.first}, {fault.fired[0]}"

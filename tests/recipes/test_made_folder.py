@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import DataError
 from lockstep.testing import run_ranks
-from lockstep_recipes.made_folder import RECORD, make_folder
+from lockstep_recipes.made_folder import RECORD, is_made, make_folder
 
 
 def fill(aside: Path) -> None:
@@ -31,6 +31,25 @@ def test_ranks_may_race(tmp_path: Path) -> None:
     made = run_ranks(4, make_folder, tmp_path / "data", {"num": 50}, fill)
     assert made == [tmp_path / "data"] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_a_folder_that_another_rank_makes_between_two_looks_is_no_stranger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_text
+
+    def made_too_late(path: Path) -> str:
+        try:
+            return read(path)
+        finally:
+            if not path.parent.exists():
+                path.parent.mkdir()
+                fill(path.parent)
+                path.write_text(json.dumps({"num": 50}))
+
+    monkeypatch.setattr(Path, "read_text", made_too_late)
+    assert not is_made(tmp_path / "data", {"num": 50})
+    assert is_made(tmp_path / "data", {"num": 50})
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,11 @@ class Share(NamedTuple):
     rank: int = 0
     size: int = 1
 
+    @property
+    def num_bytes(self) -> int:
+        """How much there is to write."""
+        return sum(num_bytes(tensors.values()) for tensors in self.tensors.values())
+
 
 def share_of(parts: Mapping[str, Any], rank: int = 0, size: int = 1) -> Share:
     """Return the share of a rank where every rank has all of the state.

@@ -28,7 +28,6 @@ from lockstep.checkpoint.layout import (
     STEP_FOLDER,
     Written,
     flush_folder,
-    num_bytes,
     plain_name,
     read_checkpoint,
     write_manifest,
@@ -72,9 +71,9 @@ class CheckpointStore:
         final, aside = self.path(step), self._aside(step)
         try:
             if not isinstance(parts, Written):
-                if not self.begin(step):
-                    return final
                 share = share_of(parts)
+                if not self.begin(step, share.num_bytes):
+                    return final
                 parts = Written(share.skeletons, self.write_share(step, share))
             with self._reporting(step, sum(facts["size_bytes"] for facts in parts.files.values())):
                 write_manifest(aside, step, self.recipe, parts, meta)
@@ -89,11 +88,11 @@ class CheckpointStore:
         self._prune(final)
         return final
 
-    def begin(self, step: int) -> bool:
+    def begin(self, step: int, num_needed: int = 0) -> bool:
         """Make room for the files of a checkpoint; say no if there is a valid one already."""
         if step < 0:
             raise CheckpointError(f"a run cannot be at step {step}", "count from 0")
-        with self._reporting(step):
+        with self._reporting(step, num_needed):
             if self._is_saved(self.path(step)):
                 flush_folder(self.folder)  # a save that failed in its last moment had not
                 return False
@@ -105,8 +104,7 @@ class CheckpointStore:
 
     def write_share(self, step: int, share: Share) -> dict[str, dict[str, Any]]:
         """Write what one rank has of a checkpoint, and return what to say of its files."""
-        needed = sum(num_bytes(tensors.values()) for tensors in share.tensors.values())
-        with self._reporting(step, needed):
+        with self._reporting(step, share.num_bytes):
             return write_share(self._aside(step), share)
 
     def sweep(self) -> None:
