@@ -113,7 +113,7 @@ def _check_group(launch: Launch) -> str:
     return str(dist.get_backend_config())
 
 
-def _let_gloo_finish() -> None:
+def let_gloo_finish() -> None:
     """Let gloo's threads drop their last tensors before the interpreter ends.
 
     A wrapped model keeps those threads alive after the group was left. Dropping a
@@ -153,8 +153,8 @@ class World:
         # What ranks tell each other through the host, NCCL alone cannot carry.
         self._host = dist.new_group(backend="gloo") if backend == "cuda:nccl" else None
         if backend is not None:
-            atexit.unregister(_let_gloo_finish)
-            atexit.register(_let_gloo_finish)
+            atexit.unregister(let_gloo_finish)
+            atexit.register(let_gloo_finish)
 
     @classmethod
     def enter(

@@ -1,10 +1,13 @@
 """`lockstep launch`: one failing rank is heard once, nobody is left behind, killed ranks go on."""
 
+import io
 import os
 import re
 import signal
 import socket
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -12,6 +15,7 @@ import pytest
 from processes import BIN, HERE, Start, last_step, wait_until
 
 from lockstep.checkpoint import CheckpointStore
+from lockstep.launch.local import follow_log
 from lockstep.testing import free_port
 
 LAUNCH = (BIN / "lockstep", "launch", "--gpus")
@@ -166,6 +170,24 @@ def test_each_rank_has_a_log_file(tmp_path: Path, start: Start) -> None:
     assert "hello from rank 1\n" in logs["1"]
     assert "hello from rank 0\n" in launched.text
     assert "[rank1]:hello from rank 1\n" in launched.text
+
+
+def test_a_log_is_followed_line_by_line_and_to_its_end_at_once(tmp_path: Path) -> None:
+    path, shown, finished = tmp_path / "log", io.StringIO(), threading.Event()
+    path.write_text("whole\nin two ")
+    follow = partial(follow_log, "[rank1]:", str(path), shown, finished)
+    follower = threading.Thread(target=follow, args=(0.01,))
+    follower.start()
+    wait_until(lambda: "whole" in shown.getvalue(), "the first line", 10)
+    with path.open("a") as file:
+        file.write("pieces\nno end")
+    finished.set()
+    follower.join(10)
+    lines = ["whole", "in two pieces", "no end"]
+    assert shown.getvalue() == "".join(f"[rank1]:{line}\n" for line in lines)
+    began = time.monotonic()
+    follow(60.0)
+    assert time.monotonic() - began < 30  # it did not wait for its next look
 
 
 @pytest.mark.parametrize(

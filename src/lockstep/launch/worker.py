@@ -63,6 +63,9 @@ def work(*words: str) -> None:
         leave_record(folder, 1, error)
         sys.exit(1)
     finally:
+        from lockstep.runtime import let_gloo_finish
+
+        atexit.unregister(let_gloo_finish)  # this process does not take its interpreter down
         atexit._run_exitfuncs()  # a forked process would leave them out, and W&B relies on them
         sys.stdout.flush()
         sys.stderr.flush()
