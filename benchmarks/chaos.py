@@ -1,12 +1,14 @@
 """Does a run that is struck two hundred times end with the bits of one that never was?
 
     python benchmarks/chaos.py [--seed 0] [--kills 200] [--steps 3000] [--ranks 4] [--json FILE]
+    python benchmarks/chaos.py --pairs 1 [--json FILE]
     python benchmarks/chaos.py --mutants [--only NAME ...] [--json FILE]
     python benchmarks/chaos.py --replay SCHEDULE
 
 Trains a small model in exact mode under a seeded schedule of real faults, the number of ranks
 drawn anew after each, and compares all it leaves with an uninterrupted run of one process. On
-failure the schedule is halved until it is minimal. `--mutants` breaks the product on purpose
+failure the schedule is halved until it is minimal. `--pairs N` has every fault strike N times at
+every point where it can, and fails if one did not. `--mutants` breaks the product on purpose
 and says which oracle saw it. Exit code 1 if anything did not hold.
 """
 
@@ -112,11 +114,13 @@ def run_schedule(
     args: argparse.Namespace, folder: Path, launcher: Launcher
 ) -> tuple[bool, dict[str, Any]]:
     """Run a drawn or replayed schedule, judge it, and shrink it if it failed."""
-    legs = (
-        schedule.read(args.replay)
-        if args.replay
-        else schedule.draw(args.seed, args.kills, args.steps, args.ranks)
-    )
+    if args.replay:
+        legs = schedule.read(args.replay)
+    else:
+        num_legs = args.pairs * len(schedule.valid_pairs()) or args.kills
+        legs = schedule.draw(
+            args.seed, num_legs, args.steps, args.ranks, all_at_points=args.pairs > 0
+        )
     golden_s = drive.golden(folder / "golden", args.steps)
 
     def struck(some: Sequence[Leg]) -> tuple[Story, list[Verdict]]:
@@ -133,7 +137,10 @@ def run_schedule(
     print(f"the same run in one process, no fault: {golden_s:.1f} s, start included")
     missed = print_coverage(coverage([story]))
     well = all(verdict.held for verdict in verdicts)
-    if well:
+    if well and args.pairs and missed:
+        print(f"\n{len(missed)} pairs of point and fault were never hit")
+        well = False
+    elif well:
         kills, bound = found["kills"], failure_bound(found["kills"])
         print(f"\n{kills} of {kills} kills survived: fewer than {bound:.1%} fail, at 95%")
     else:
@@ -196,6 +203,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=0, help="every fault at every point, N times")
     parser.add_argument("--replay", type=Path, help="a schedule that was written down")
     parser.add_argument("--no_shrink", action="store_true")
     parser.add_argument("--plant", default="", help="a mutant, to see the rig fail and shrink")

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
 from chaos.drive import Story
 from chaos.schedule import ASKED, CODES, RESTARTED, SURVIVED
 from chaos.train import EVERY, SAMPLES
@@ -29,6 +33,7 @@ TIMES = {
     "local_stall_s",
     "stall_s",
 }
+MARKS = ("launch", "began", "goes_on", "struck", "left")
 SAME_IN_ALL = ("step", "epoch", "evaluation")
 """A stop that was asked for saves, and says so; the training itself reads the same."""
 
@@ -61,9 +66,27 @@ def state_of(folder: Path) -> dict[str, str]:
     skeletons = json.loads((newest / "manifest.json").read_text())["skeletons"]
     hashes = {"": newest.name}
     for part, skeleton in skeletons.items():
-        tensors = (newest / f"{part}.safetensors").read_bytes()
-        hashes[part] = hashlib.sha256(json.dumps(skeleton).encode() + tensors).hexdigest()
+        digest = hashlib.sha256(json.dumps(skeleton).encode())
+        for name, tensor in sorted(tensors_of(newest, part).items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        hashes[part] = digest.hexdigest()
     return hashes
+
+
+def tensors_of(checkpoint: Path, part: str) -> dict[str, Tensor]:
+    """Read a part by hand, from one file or from the shares of several ranks."""
+    rows: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    for path in [*checkpoint.glob(f"{part}.safetensors"), *checkpoint.glob(f"{part}.*_of_*")]:
+        with safe_open(path, framework="pt") as file:
+            cuts = json.loads(file.metadata().get("cuts", "{}"))
+            for name in file.keys():  # noqa: SIM118
+                rows[name].append((cuts.get(name, [0])[0], file.get_tensor(name)))
+    ordered = {name: sorted(pieces, key=lambda piece: piece[0]) for name, pieces in rows.items()}
+    return {
+        name: torch.cat([tensor for _, tensor in pieces]) if len(pieces) > 1 else pieces[0][1]
+        for name, pieces in ordered.items()
+    }
 
 
 def state(story: Story, golden: Path) -> tuple[bool, str]:
@@ -124,6 +147,8 @@ class Switch:
     leg: int
     num_damaged: int
     """Checkpoints damaged by the rig since the other group's first step."""
+    was_behind: bool
+    """Whether the other group saved in the background: its newest may not have been there yet."""
 
 
 def switches(story: Story) -> list[Switch]:
@@ -138,16 +163,21 @@ def switches(story: Story) -> list[Switch]:
             if before[0]:
                 num = sum(since < when < float(time) for when in damaged)
                 again = before[1] - (int(step) - 1)
-                found.append(Switch(again, int(leg.split(".")[0]), num))
+                old, new = int(before[0].split(".")[0]), int(leg.split(".")[0])
+                was_behind = old < len(story.legs) and story.legs[old].background
+                found.append(Switch(again, new, num, was_behind))
             since = float(time)
         before = (leg, int(step))
     return found
 
 
 def redone(story: Story, golden: Path) -> tuple[bool, str]:
-    """A fault costs no more steps than lie between two checkpoints; a damaged one, as many more."""
+    """A fault costs no more steps than lie between two checkpoints.
+
+    A damaged one costs as many more, and so does one that was still being written.
+    """
     found = switches(story)
-    late = [s for s in found if not 0 <= s.redone <= EVERY * (1 + s.num_damaged)]
+    late = [s for s in found if not 0 <= s.redone <= EVERY * (1 + s.num_damaged + s.was_behind)]
     said = f"{sum(s.redone for s in found)} in all"
     if late:
         said += ": " + ", ".join(f"{s.redone} before leg {s.leg}" for s in late[:5])
@@ -296,14 +326,26 @@ def spread(times: list[float]) -> dict[str, float]:
     return {"count": len(ordered), "median": middle, "p95": at(0.95), "p99": at(0.99), "max": at(1)}
 
 
+PHASES = {
+    ("launch", "began"): "fork",
+    ("began", "goes_on"): "restore",
+    ("goes_on", "step"): "first step",
+    ("step", "struck"): "cut short",
+    ("struck", "left"): "end",
+}
+
+
 def goodput(story: Story) -> dict[str, float]:
-    """Return how the wall time went: steps that counted, steps done again, everything else."""
-    own = [(float(w[0]), w[2], int(w[5])) for w in story.steps if w[3] == "0"]
-    last = {step: leg for _, leg, step in own}
-    good = again = 0.0
-    for (t0, leg0, _), (t1, leg1, step) in zip(own, own[1:], strict=False):
-        if leg0 == leg1:
-            good, again = (good + t1 - t0, again) if last[step] == leg1 else (good, again + t1 - t0)
-    down = story.seconds - good - again
-    parts = {"good": good, "redone": again, "down": down}
-    return {name: round(value / story.seconds, 4) for name, value in parts.items()}
+    """Return the shares of the wall time: steps that counted, and what the rest went into."""
+    marks = [(told["time"], told["kind"], "", 0) for told in story.notes if told["kind"] in MARKS]
+    marks += [(float(w[0]), "step", w[2], int(w[5])) for w in story.steps if w[3] == "0"]
+    marks.sort()
+    last = {step: leg for _, kind, leg, step in marks if kind == "step"}
+    spent: dict[str, float] = dict.fromkeys(("good", "redone", *PHASES.values(), "other"), 0.0)
+    for (t0, before, _, _), (t1, after, leg, step) in zip(marks, marks[1:], strict=False):
+        phase = PHASES.get((before, after), "other")
+        if before == after == "step":
+            phase = "good" if last[step] == leg else "redone"
+        spent[phase] += t1 - t0
+    spent["other"] += story.seconds - sum(spent.values())
+    return {name: round(value / story.seconds, 4) for name, value in spent.items()}

@@ -102,8 +102,8 @@ def flip_newest(folder: Path) -> None:
     steps = sorted((folder / "checkpoints").glob("step_*"))
     if len(steps) < 2:
         return
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        with suppress(OSError), (steps[-1] / name).open("r+b") as file:
+    for path in sorted(steps[-1].glob("[mo]*.safetensors")):  # of the model, of the optimizer
+        with suppress(OSError), path.open("r+b") as file:
             # In a weight and not in the header; in its mantissa, so that the run would go on.
             place = os.fstat(file.fileno()).st_size - 6
             file.seek(place)
@@ -165,15 +165,16 @@ class Armed:
         self.faults = {
             index: fault
             for index, fault in enumerate(leg.faults)
-            if fault.point and fault.attempt == self.attempt and self._is_mine(fault, leg.size)
+            if fault.point and fault.attempt == self.attempt and self._is_mine(fault, leg)
         }
         self.passed = dict.fromkeys(self.faults, 0)
         self.begun_at: int | None = None
         self.step = 0
 
-    def _is_mine(self, fault: Fault, size: int) -> bool:
-        on_first = fault.point in (*SAVE_POINTS, "log_flush") or fault.kind == "power_loss"
-        return self.rank == (0 if on_first else fault.rank % size)
+    def _is_mine(self, fault: Fault, leg: Leg) -> bool:
+        first_alone = SAVE_POINTS[3:] if leg.sharded else SAVE_POINTS
+        on_first = fault.point in (*first_alone, "log_flush") or fault.kind == "power_loss"
+        return self.rank == (0 if on_first else fault.rank % leg.size)
 
     def reach(self, point: str, before: Callable[[], object] | None = None) -> None:
         """Strike if something is due at this point; `before` is done just before that."""
@@ -191,8 +192,8 @@ class Armed:
         return self.begun_at is not None and self.step < self.begun_at + fault.gap
 
 
-def arm(folder: Path, number: int) -> int:
-    """Wrap what this rank is to be struck in; return how many loader workers the leg has."""
+def arm(folder: Path, number: int) -> Leg:
+    """Wrap what this rank is to be struck in; return the leg."""
     from chaos import schedule
 
     legs = schedule.read(folder / "chaos" / "schedule.json")
@@ -206,7 +207,7 @@ def arm(folder: Path, number: int) -> int:
     if points & set(SAVE_POINTS) or any(f.kind == "power_loss" for f in armed.faults.values()):
         watch_saves(armed)
     armed.reach("import")
-    return leg.workers
+    return leg
 
 
 def arm_fork(folder: Path, number: int, leg: Leg) -> None:
@@ -387,15 +388,18 @@ def watch_saves(armed: Armed) -> None:
     from lockstep.checkpoint.store import CheckpointStore
 
     saving = threading.local()
-    plain_save, plain_prune = CheckpointStore.save, CheckpointStore._prune
+    plain_prune = CheckpointStore._prune
     plain = {name: getattr(os, name) for name in ("open", "write", "fsync", "rename")}
 
-    def save(*args: Any) -> Any:
-        saving.now = True
-        try:
-            return plain_save(*args)
-        finally:
-            saving.now = False
+    def watched(write: Callable[..., Any]) -> Callable[..., Any]:
+        def save(*args: Any) -> Any:
+            was_saving, saving.now = is_now(), True
+            try:
+                return write(*args)
+            finally:
+                saving.now = was_saving
+
+        return save
 
     def is_now() -> bool:
         return getattr(saving, "now", False)
@@ -431,7 +435,9 @@ def watch_saves(armed: Armed) -> None:
         armed.reach("ckpt_prune")
         plain_prune(*args)
 
-    CheckpointStore.save, CheckpointStore._prune = save, pruning  # type: ignore[method-assign]
+    for name in ("save", "write_share"):
+        setattr(CheckpointStore, name, watched(getattr(CheckpointStore, name)))
+    CheckpointStore._prune = pruning  # type: ignore[method-assign]
     os.open, os.write, os.fsync, os.rename = opening, writing, flushing, renaming
 
 

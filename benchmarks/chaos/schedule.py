@@ -49,6 +49,8 @@ SURVIVED = ("stop", "worker", "second")
 """Faults that end no launch."""
 FAULTS = (*CODES, "launcher", *SURVIVED)
 SAVE_FAULTS = ("no_space", "io_error")
+LATER = 8
+"""So many steps after a fault that ends no launch comes one that does: a save lies in between."""
 COLD_SHARE = 0.05
 """Of all legs, how many end with the launcher killed: each costs the import of torch."""
 
@@ -82,6 +84,10 @@ class Leg:
     faults: tuple[Fault, ...]
     workers: int = 0
     restarts: int = 0
+    background: bool = False
+    """Whether it saves while it trains."""
+    sharded: bool = False
+    """Whether every rank writes its share."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Leg":
@@ -98,7 +104,9 @@ def valid_pairs() -> list[tuple[str, str]]:
     return [pair for pair in pairs if pair not in (("fork", "exception"), ("fork", "int"))]
 
 
-def draw(seed: int, num_legs: int, num_steps: int, max_ranks: int) -> list[Leg]:
+def draw(
+    seed: int, num_legs: int, num_steps: int, max_ranks: int, *, all_at_points: bool = False
+) -> list[Leg]:
     """Return a schedule: half of the faults by the clock, half at points, pairs evenly."""
     dice = random.Random(seed)
     pairs: list[tuple[str, str]] = []
@@ -108,10 +116,10 @@ def draw(seed: int, num_legs: int, num_steps: int, max_ranks: int) -> list[Leg]:
         size = dice.randint(1, max_ranks)
         if not pairs:
             pairs = dice.sample(valid_pairs(), len(valid_pairs()))
-        if dice.random() < COLD_SHARE:
+        if not all_at_points and dice.random() < COLD_SHARE:
             point = dice.choice(["", *POINTS[:-1]])
             legs.append(_leg(dice, size, _at(dice, point, "launcher", gap), gap))
-        elif dice.random() < 0.5:
+        elif all_at_points or dice.random() < 0.5:
             legs.append(_leg(dice, size, _at(dice, *pairs.pop(), gap), gap))
         else:
             by_clock = (*RESTARTED[:2], *RESTARTED[:1], *ASKED, "flip", "stop", "worker")
@@ -135,19 +143,26 @@ def _leg(dice: random.Random, size: int, fault: Fault, gap: int) -> Leg:
     """Make a fault a leg: with what must come before it, what ends it, and its own echo."""
     if fault.point in BETWEEN_RANKS:
         size = max(size, 2)
-    workers = int(fault.kind == "worker" or dice.random() < 0.15)
-    faults = (fault,)
+    leg = Leg(
+        size,
+        (fault,),
+        workers=int(fault.kind == "worker" or dice.random() < 0.15),
+        background=dice.random() < 0.4,
+        sharded=dice.random() < 0.4,
+    )
     if fault.point == "shutdown":
-        faults = (Fault("term", "", fault.rank, dice.randint(1, gap), 1, 0.01), fault)
-    elif fault.kind in SURVIVED:
-        later = replace(fault, kind="kill", point="", gap=max(fault.gap, 0) + 2, delay_s=0.01)
-        faults = (fault, later)
-    elif fault.kind in RESTARTED and dice.random() < 0.25:
+        asked = Fault("term", "", fault.rank, dice.randint(1, gap), 1, 0.01)
+        return replace(leg, faults=(asked, fault))
+    if fault.kind in SURVIVED:
+        gap = max(fault.gap, 0) + LATER
+        later = replace(fault, kind="kill", point="", gap=gap, delay_s=0.01)
+        return replace(leg, faults=(fault, later))
+    if fault.kind in RESTARTED and dice.random() < 0.25:
         kind = dice.choice((*RESTARTED, *ASKED))
         point = dice.choice(START_POINTS[1:] + STEP_POINTS[:3])
         echo = Fault(kind, point, dice.randrange(12), 0, 1, 0.0, attempt=1)
-        return Leg(size, (fault, echo), workers, restarts=1)
-    return Leg(size, faults, workers)
+        return replace(leg, faults=(fault, echo), restarts=1)
+    return leg
 
 
 def write(legs: Sequence[Leg], path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from chaos.schedule import Leg
 from lockstep import RunConfig, Task
 from lockstep.task import Context, PartialLoss
 
@@ -68,7 +69,7 @@ class Chaotic(Task):
         return PartialLoss((error * units).sum(), units.sum(), {"plain": (error.sum(), len(error))})
 
 
-def config_for(folder: Path, num_steps: int, workers: int) -> RunConfig:
+def config_for(folder: Path, num_steps: int, leg: Leg) -> RunConfig:
     """Return the run: exact, saved every few steps, logged at another beat."""
     values: dict[str, Any] = {
         "output_dir": str(folder),
@@ -76,9 +77,13 @@ def config_for(folder: Path, num_steps: int, workers: int) -> RunConfig:
         "batch": {"batch_size": 3, "global_batch_size": 12, "drop_last": False},
         "rate": {"lr": 2e-3},
         "schedule": {"warmup_steps": 20},
-        "loader": {"num_workers": workers},
+        "loader": {"num_workers": leg.workers},
         "evaluation": {"every_steps": 40},
-        "checkpoint": {"every_steps": EVERY, "background": False},
+        "checkpoint": {
+            "every_steps": EVERY,
+            "background": leg.background,
+            "sharded": leg.sharded,
+        },
         "averages": (AVERAGE,),
         "exact": True,
         "device": "cpu",
@@ -91,20 +96,20 @@ def config_for(folder: Path, num_steps: int, workers: int) -> RunConfig:
 
 def main(argv: list[str]) -> None:
     folder, num_steps = Path(argv[0]), int(argv[1])
-    leg = int(argv[2]) if len(argv) > 2 else None
+    number = int(argv[2]) if len(argv) > 2 else None
     if len(argv) > 3 and argv[3]:
         from chaos.mutants import MUTANTS
 
         MUTANTS[argv[3]].plant()
-    workers = 0
-    if leg is not None:
+    leg = Leg(1, ())
+    if number is not None:
         from chaos.points import arm
 
-        workers = arm(folder, leg)
+        leg = arm(folder, number)
 
     from lockstep_recipes import command
 
-    command.train(lambda _: (Chaotic(), config_for(folder, num_steps, workers)), [])
+    command.train(lambda _: (Chaotic(), config_for(folder, num_steps, leg)), [])
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ CLEAN = (
     Leg(1, (Fault("no_space", "ckpt_write", 0, 3, nth=2),)),
     Leg(3, (Fault("kill", "log_flush", 0, 4), Fault("exit", "import", 1, attempt=1)), 0, 1),
     Leg(2, (Fault("flip", "after_update", 1, 7),)),
-    Leg(3, (Fault("kill", "", 2, 9, delay_s=0.005),)),
-    Leg(1, (Fault("power_loss", "ckpt_rename", 0, 3),)),
+    Leg(3, (Fault("kill", "ckpt_write", 1, 9),), background=True, sharded=True),
+    Leg(1, (Fault("power_loss", "ckpt_rename", 0, 3),), background=True),
 )
 BROKEN = (
     Leg(2, (Fault("kill", "after_update", 1, 17),)),
@@ -44,7 +44,7 @@ def plain_run(folder: Path) -> None:
 
     from lockstep import fit
 
-    fit(Chaotic(), config_for(folder, NUM_STEPS, 0))
+    fit(Chaotic(), config_for(folder, NUM_STEPS, Leg(1, ())))
 
 
 def broken(story: Story, golden: Path) -> dict[str, str]:
