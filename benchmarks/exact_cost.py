@@ -3,9 +3,11 @@
     python benchmarks/exact_cost.py [--ranks 1 2 4] [--width 128] [--words 32] [--json FILE]
 
 A small transformer, on the CPU with one thread a process, or on GPUs if there are any, in bf16.
-`plain` and `exact` differ in `exact` alone. `plain` is what `fit` does, with ledger, events, the
-votes of all ranks and the look at every loss; `bare` is `train_step` in a loop by hand. Rounds
-alternate, and the medians are compared.
+`plain` and `exact` differ in `exact` alone; rounds alternate, and the medians are compared.
+`plain` is what `fit` does, with ledger, events, log lines, the votes of all ranks and the look at
+every loss; `bare` is `train_step` in a loop by hand, its loss read as often as `plain` logs. Both
+run side by side in the same processes, ten steps of one, ten of the other; the ratio is the
+median of such pairs, and half of all pairs lie between the two numbers after it.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,7 @@ from lockstep.task import Context
 from lockstep.testing import run_ranks
 from lockstep.trainer import Trainer
 
-WARMUP_STEPS = 3
-WAYS = ("bare", "plain", "exact")
+STEPS_A_BLOCK = 10
 
 
 class Words(nn.Module):
@@ -70,68 +72,98 @@ class WordsTask(Task):
         return PartialLoss(each.sum(), wanted.numel())
 
 
-def step_time_s(way: str, args: argparse.Namespace, folder: str) -> float:
-    """Return the median time of a step on this rank."""
-    config = RunConfig.parse(
+def config_for(way: str, args: argparse.Namespace, folder: str) -> RunConfig:
+    """Return the settings of a run that only trains, far longer than anybody looks."""
+    return RunConfig.parse(
         {
             "output_dir": folder,
-            "max_steps": WARMUP_STEPS + args.steps,
+            "max_steps": 10**6,
             "batch": {"batch_size": 8, "global_batch_size": 8 * args.leaves},
             "precision": "auto",
             "checkpoint": {"every_steps": 10**9},
+            "evaluation": {"every_epochs": None},
             "sinks": {"curves": False},
             "exact": way == "exact",
             "num_threads": 1,
             "log_every": 10,
         }
     )
-    times = []
-    with ExitStack() as stack:
-        world = stack.enter_context(World.enter(config.device))
-        signals = stack.enter_context(StopSignals())
-        task = WordsTask(args.width, args.words)
-        run = prepare(task, config, world, stack)
-        if way == "bare":
-            began = time.perf_counter()
-            for batch in run.loader:
-                report = train_step(
-                    task.loss,
-                    run.model,
-                    run.optimizer,
-                    batch,
-                    world,
-                    max_grad_norm=1.0,
-                    autocast=run.autocast,
-                )
+
+
+def steps_of(
+    way: str, args: argparse.Namespace, folder: str, world: World, stack: ExitStack
+) -> Iterator[None]:
+    """Take a step each time the next is asked for."""
+    config, task = config_for(way, args, folder), WordsTask(args.width, args.words)
+    run = prepare(task, config, world, stack)
+    if way == "bare":
+        for batch in run.loader:
+            report = train_step(
+                task.loss,
+                run.model,
+                run.optimizer,
+                batch,
+                world,
+                max_grad_norm=1.0,
+                autocast=run.autocast,
+            )
+            if batch.step % config.log_every == 0:
                 float(report.loss)
-                times.append(time.perf_counter() - began)
+            yield
+    trainer = Trainer(run, stack.enter_context(StopSignals()), stack)
+    for batch in trainer.steps():
+        trainer.step(batch)
+        yield
+
+
+def block_times_s(ways: Sequence[str], args: argparse.Namespace, folder: str) -> list[list[float]]:
+    """Return the mean step of every block of steps, the ways in turn, in the same processes."""
+    with ExitStack() as stack:
+        world = stack.enter_context(World.enter())
+        runs = [steps_of(way, args, f"{folder}/{way}", world, stack) for way in ways]
+        times: list[list[float]] = [[] for _ in ways]
+        for _ in range(1 + args.blocks):
+            for run, own in zip(runs, times, strict=True):
+                world.barrier()
                 began = time.perf_counter()
-        else:
-            trainer = Trainer(run, signals, stack)
-            began = time.perf_counter()
-            for batch in trainer.steps():
-                trainer.step(batch)
-                times.append(time.perf_counter() - began)
-                began = time.perf_counter()
-    return statistics.median(times[WARMUP_STEPS:])
+                for _ in range(STEPS_A_BLOCK):
+                    next(run)
+                if world.device.type == "cuda":
+                    torch.cuda.synchronize()
+                own.append((time.perf_counter() - began) / STEPS_A_BLOCK)
+        return [own[1:] for own in times]  # the first warms up
+
+
+def slowest(ranks: list[list[list[float]]]) -> list[list[float]]:
+    """Return each block as its slowest rank saw it."""
+    return [[max(block) for block in zip(*way, strict=True)] for way in zip(*ranks, strict=True)]
 
 
 def measure(num_ranks: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the median step of every way, rounds in turn, and its ratios."""
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    """Return the median step of every way, and ratios of what ran side by side."""
+
+    def run(ways: Sequence[str], folder: Path) -> list[list[float]]:
+        told = run_ranks(num_ranks, block_times_s, ways, args, str(folder), timeout_s=900)
+        return slowest(told)
+
+    plain_ms, exact_ms = [], []
     with tempfile.TemporaryDirectory() as folder:
+        bare, guarded = run(("bare", "plain"), Path(folder) / "guards")
+        # What exact mode sets holds for the whole process: it has one of its own.
         for number in range(args.rounds):
-            for way in WAYS:
-                where = str(Path(folder) / f"{way}_{number}")
-                times = run_ranks(num_ranks, step_time_s, way, args, where, timeout_s=600)
-                found[way].append(max(times))
-    median = {way: statistics.median(times) for way, times in found.items()}
+            plain_ms += [1e3 * s for s in run(("plain",), Path(folder) / f"plain_{number}")[0]]
+            exact_ms += [1e3 * s for s in run(("exact",), Path(folder) / f"exact_{number}")[0]]
+    ratios = sorted(b / a for a, b in zip(bare, guarded, strict=True))
+    quarter = len(ratios) // 4
     return {
         "ranks": num_ranks,
         "leaves": args.leaves,
-        **{f"{way}_ms": 1e3 * median[way] for way in WAYS},
-        "exact_over_plain": median["exact"] / median["plain"],
-        "guards_over_bare": median["plain"] / median["bare"],
+        "bare_ms": 1e3 * statistics.median(bare),
+        "plain_ms": statistics.median(plain_ms),
+        "exact_ms": statistics.median(exact_ms),
+        "exact_over_plain": statistics.median(exact_ms) / statistics.median(plain_ms),
+        "guards_over_bare": statistics.median(ratios),
+        "guards_half_of_blocks": [ratios[quarter], ratios[-1 - quarter]],
     }
 
 
@@ -142,8 +174,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--words", type=int, default=32)
     parser.add_argument("--leaves", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = [measure(ranks, args) for ranks in args.ranks]
@@ -153,7 +185,8 @@ def main() -> None:
         print(
             f"| {row['ranks']} | {row['leaves']} | {row['bare_ms']:.1f} | {row['plain_ms']:.1f} | "
             f"{row['exact_ms']:.1f} | {row['exact_over_plain']:.3f} | "
-            f"{row['guards_over_bare']:.3f} |"
+            f"{row['guards_over_bare']:.3f} "
+            f"({' to '.join(f'{ratio:.3f}' for ratio in row['guards_half_of_blocks'])}) |"
         )
     if args.json:
         facts = {"torch": torch.__version__, "width": args.width, "words": args.words}

@@ -128,9 +128,7 @@ def test_a_lost_node_is_waited_for_and_the_job_goes_on(
     job = submit("train_steps.py", "run", "0.1")
     job.wait_for_step(6)
     cluster.crash(node)
-    # SLURM would find out by itself in a quarter of a minute; that is its own to test.
-    cluster.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=died")
-    cluster.wait_for_nodes("down", (node,))
+    cluster.wait_for_nodes("down", (node,))  # SLURM has found out by itself
     cluster.boot(node)
     assert job.finish() == 0, job.text
     check_whole(job, uninterrupted)
