@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from lockstep import Loader
 from lockstep.data.loader import LoaderConfig, StepBatch, read_held_out
@@ -42,6 +43,18 @@ class Holed(Augmented):
         if index in self.bad:
             raise OSError("truncated file")
         return super().__getitem__(index)
+
+
+class Batched(Holed):
+    """Reads several samples in one call, or fails as a whole."""
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        self.asked.append(indices)
+        return [super(Batched, self).__getitem__(index) for index in indices]
+
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.bad, self.asked = bad, list[list[int]]()
 
 
 class Stream:
@@ -124,6 +137,19 @@ def test_going_on_after_k_steps_equals_skipping_k(skip: int, num_workers: int) -
     assert rows(resumed) == rows(steps(Augmented())[skip:])
 
 
+def test_a_data_set_that_reads_several_samples_in_one_call_is_asked_so() -> None:
+    whole = Batched()
+    read = rows(steps(whole))
+    assert [len(indices) for indices in whole.asked] == [2] * 16
+    assert [row[0] for row in read] == [row[0] for row in rows(steps(Augmented()))]
+    noise = [row[1] for row in read]
+    assert len(set(noise)) == len(noise)
+    assert rows(steps(Batched(), num_workers=1)) == read
+    assert rows(steps(Batched(), skip=4)) == read[16:]
+    part = Subset(Batched(), range(20))
+    assert rows(steps(part)) == rows(steps(Augmented())), "a subset draws for each sample"
+
+
 def test_resuming_reads_nothing_again() -> None:
     class Counted(Augmented):
         touched: list[int] = []
@@ -179,6 +205,13 @@ def test_a_bad_sample_is_named(num_workers: int) -> None:
         steps(Holed(), num_workers=num_workers)
     assert caught.value.problem == "sample 3 cannot be read: OSError: truncated file"
     assert "on_bad_sample=skip" in caught.value.remedy
+
+
+def test_a_bad_sample_among_several_is_named_or_left_out_alone() -> None:
+    with pytest.raises(DataError, match="sample 3 cannot be read"):
+        steps(Batched(bad=(3,)))
+    left = rows(steps(Batched(bad=(3,)), max_steps=5, on_bad_sample="skip"))
+    assert sorted(row[0] for row in left) == [i for i in range(20) if i != 3]
 
 
 def test_a_bad_sample_goes_by_the_name_its_data_set_has_for_it() -> None:

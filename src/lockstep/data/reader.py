@@ -3,7 +3,8 @@
 Owns: what happens between a leaf and a micro-batch, in a worker process or in
 this one. Every sample is read with the random generators seeded by (seed,
 epoch, sample), so augmentation repeats on resume and depends neither on the
-number of workers nor on the number of ranks.
+number of workers nor on the number of ranks; where a data set reads a leaf in one
+call (`__getitems__`), by the first sample of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from lockstep.data.feed import pin
 from lockstep.data.order import Ids, Leaf, Order
@@ -83,6 +84,8 @@ class LeafReader:
     def read(self, leaf: Leaf) -> MicroBatch:
         """Read a leaf, moving the global generators."""
         ids = self.order.ids(leaf.epoch, leaf.start, leaf.stop)
+        if (all_of_it := self._at_once(leaf, ids)) is not None:
+            return self._collated(leaf, ids, all_of_it)
         samples, good, skipped = [], [], []
         for sample in ids.tolist():
             seed_all(self.seed, "sample", leaf.epoch, sample)
@@ -98,6 +101,16 @@ class LeafReader:
             return MicroBatch(leaf, ids, None, error=_nothing_left(leaf, skipped))
         kept = np.array(good, dtype=np.int64)
         return self._collated(leaf, kept, samples, tuple(skipped))
+
+    def _at_once(self, leaf: Leaf, ids: Ids) -> list[Any] | None:
+        """Read a leaf in one call where the data set offers it; None if not, or if that fails."""
+        if not hasattr(self.dataset, "__getitems__") or isinstance(self.dataset, Subset):
+            return None  # a subset would offer it, and read one by one itself
+        seed_all(self.seed, "samples", leaf.epoch, int(ids[0]))
+        try:
+            return list(self.dataset.__getitems__(ids.tolist()))
+        except Exception:  # one by one, the bad one will be named
+            return None
 
     def _collated(
         self, leaf: Leaf, ids: Ids, samples: list[Any], skipped: tuple[tuple[int, str], ...] = ()
