@@ -95,7 +95,7 @@ class Trainer:
         self.evaluated_step: int | None = None
         self._num_new = 0
         self._again = False
-        self._began = time.monotonic()
+        self._began = self._step_began = time.monotonic()
         stack.push(self._say_where)
 
     def steps(self) -> Iterator[StepBatch]:
@@ -116,6 +116,7 @@ class Trainer:
                 return
             assert isinstance(upcoming, StepBatch)
             self._again = False
+            self._step_began = time.monotonic()
             yield upcoming
             if self._again:
                 batches = iter(run.loader)
@@ -167,6 +168,9 @@ class Trainer:
         run, before = self.run, self.run.progress.consumed
         if self.report is None:
             check_alike("parts of the loss", " ".join(sorted(report.parts)), run.world)
+            if run.config.compile:
+                seconds = time.monotonic() - self._step_began
+                self.events.write("compiled", run.progress.step, local_seconds=seconds)
         self.report = report
         if run.broken is None and not is_finite(report, run):
             self.saver.settle()

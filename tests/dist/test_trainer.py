@@ -512,6 +512,28 @@ def test_a_part_in_evaluation_mode_stays_there_after_an_evaluation(tmp_path: Pat
         assert torch.equal(weights(tmp_path / "evaluated")[name], weight), name
 
 
+class CompiledTask(TinyTask):
+    """Takes its time over the first step, as a compiler does."""
+
+    def compile(self, model: nn.Module) -> None:
+        """Leave the model as it is: what is tested is the clock."""
+
+    def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
+        time.sleep(0.3 if context.step == 0 else 0)
+        return super().loss(model, batch, context)
+
+
+def test_the_time_to_compile_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(CompiledTask(NUM_SAMPLES), config_for(tmp_path, max_steps=3, compile=True))
+    (event,) = [e for e in read_events(tmp_path) if e["event"] == "compiled"]
+    assert event["step"] == 0
+    assert 0.3 < event["local_seconds"] < 60
+    said = f"the first step took {event['local_seconds']:.1f} s, most of it to compile"
+    assert capsys.readouterr().out.count(said) == 1
+
+
 def test_ranks_that_were_told_different_things_are_refused(tmp_path: Path) -> None:
     def one_rank() -> str:
         lr = 0.1 if os.environ["RANK"] == "0" else 0.2

@@ -31,6 +31,7 @@ STEP_FIELDS: dict[str, Callable[[float], str]] = {
 LINES = {
     "resume": "resumed at step {step} from {path}",
     "epoch": "epoch {epoch} done  loss {loss:.4g}  {message}",
+    "compiled": "the first step took {local_seconds:.1f} s, most of it to compile",
     "out_of_memory": "warning: {message}",
     "non_finite": "warning: {message}",
     "checkpoint": "checkpoint at step {step}  {path}{cost}",
