@@ -147,6 +147,8 @@ class OwnMomentum(Sound):
     """An optimizer that keeps its momentum where `state_dict` does not see it."""
 
     def build_optimizer(self, model, lr):
+        torch.optim.SGD(model.parameters())  # from now on torch hooks its step, too
+
         class Heavy(torch.optim.SGD):
             velocity = None
 

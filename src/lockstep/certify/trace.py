@@ -123,6 +123,8 @@ class Tracer:
             self.inputs.append(hash_of((args, kwargs)))
 
     def _take_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.gradients:  # an optimizer whose step calls that of its parent is hooked twice
+            return
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         self.gradients = _hashes(grads)
 
