@@ -1,0 +1,101 @@
+"""The benchmarks measure what they say, and a target that is missed is said to be missed."""
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    """Import a benchmark, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+overhead, stalls = load("overhead"), load("stalls")
+
+
+def measured(way: str, folder: Path, num_steps: int = 90) -> dict[str, Any]:
+    """Run a way here, and return what it left behind."""
+    overhead.work(way, overhead.Settings("cpu", num_steps, 0, str(folder)))
+    return dict(json.loads((folder / "found_0.json").read_text()))
+
+
+@pytest.mark.parametrize("way", ["by hand", "lockstep"])
+def test_every_step_is_taken_and_trains(way: str, tmp_path: Path) -> None:
+    found = measured(way, tmp_path)
+    assert found["steps"] == 90
+    assert found["loss"] < 1.5  # from 2.3, that of a guess
+    assert found["fastest_us"] <= found["step_us"]
+
+
+def test_what_a_log_line_costs_is_in_the_time_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = json.dumps
+
+    def slow(*args: Any, **kwargs: Any) -> str:
+        time.sleep(0.05)
+        return real(*args, **kwargs)
+
+    before = measured("by hand", tmp_path, 70)["fastest_us"]
+    monkeypatch.setattr(overhead.json, "dumps", slow)
+    assert measured("by hand", tmp_path, 70)["fastest_us"] > before + 3000  # a tenth of 50 ms
+
+
+def test_a_row_is_the_median_of_its_rounds_against_the_first_way() -> None:
+    def rounds(*times: float) -> list[dict[str, float]]:
+        return [{"step_us": t, "fastest_us": t - 1, "loss": 1.0} for t in times]
+
+    rows = overhead.summarise({"by hand": rounds(100, 90, 500), "slow": rounds(150, 50, 151)}, 2)
+    assert [row["step_us"] for row in rows] == [100, 150]
+    assert [row["ratio"] for row in rows] == [1.0, 1.5]
+    assert [row["fastest_us"] for row in rows] == [89, 49]
+
+
+def test_a_peer_that_fails_is_named_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its process does not know the way, and ends with an error."""
+    monkeypatch.setitem(overhead.WAYS, "Unknown", (overhead.by_hand, "peer"))
+    args = overhead.build_parser().parse_args(["--steps", "70", "--rounds", "2"])
+    assert overhead.measure(["Unknown"], 1, args) == []
+    assert capsys.readouterr().out.startswith("left out: Unknown, 1 processes: exit 1")
+
+
+def test_a_seek_is_flat_and_a_slow_one_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = stalls.seeks(repeats=5)
+    assert [row.verdict for row in rows[:4]] == ["ok"] * 4
+    real = stalls.Loader.load_state_dict
+
+    def reading_again(loader: Any, state: dict[str, Any]) -> None:
+        for _ in range(state["consumed"] // 10**7):
+            time.sleep(0.001)
+        real(loader, state)
+
+    monkeypatch.setattr(stalls.Loader, "load_state_dict", reading_again)
+    assert [row.verdict for row in stalls.seeks(repeats=5)] == ["ok"] * 3 + ["MISSED"] * 2
+
+
+@pytest.mark.parametrize(("value", "code"), [(2.0, 0), (2.1, 1)])
+def test_a_missed_target_is_an_exit_code(
+    value: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in ("checkpoints", "start_up"):
+        monkeypatch.setattr(stalls, part, lambda *args: [])
+    monkeypatch.setattr(stalls, "seeks", lambda repeats: [stalls.Row("a wait", value, "s", 2.0)])
+    monkeypatch.setattr(sys, "argv", ["stalls"])
+    assert stalls.main() == code
+    assert ("MISSED" in capsys.readouterr().out) == bool(code)
