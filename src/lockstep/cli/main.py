@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.bench import benching
+
 app = typer.Typer(
     help="Train a PyTorch model on one GPU, a machine, or a cluster, from one script.",
     no_args_is_help=True,
@@ -168,6 +170,7 @@ certifying = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(certifying, name="certify")
+app.add_typer(benching, name="bench")
 AS_TYPED = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 Words = Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", help="as you would type it")]
 Steps = Annotated[int, typer.Option(help="how many steps each run takes")]

@@ -1,0 +1,1 @@
+"""How fast a command trains, where the time goes, and what more GPUs would do for it."""

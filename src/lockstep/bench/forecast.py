@@ -1,0 +1,131 @@
+"""How long a step takes on GPUs one does not have: from one process by itself and a link.
+
+Owns: the model of a step. A backward pass fills buckets of gradients one after the other; each
+is sent when it is full and the one before it has arrived; the step goes on when both the
+backward pass and the last bucket are done. Does not own: what a bucket costs (`link.py`), or
+what was measured.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lockstep.bench.link import Link
+
+SUM_BYTES = 64
+"""A vote, or the sums of a step's losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are sent together."""
+
+    size_bytes: int
+    ready_s: float
+    """Since the step began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A step of one process by itself."""
+
+    step_s: float
+    backward_end_s: float
+    """Of its last micro-batch."""
+    buckets: tuple[Bucket, ...]
+    samples: int
+    spread_s: float = 0.0
+    """The standard deviation of a step."""
+    micro_batches: int = 1
+    num_sums: float = 0.0
+    """Small sums over ranks that a step waits for."""
+    fixed_batch: bool = False
+    """The global batch is the user's number: more GPUs take fewer micro-batches each."""
+
+    def on(self, ranks: int) -> "Timeline":
+        """Return the step of one of so many ranks, before anything is sent."""
+        num = max(1, -(-self.micro_batches // ranks)) if self.fixed_batch else self.micro_batches
+        less_s = self.backward_end_s / self.micro_batches * (self.micro_batches - num)
+        return replace(
+            self,
+            step_s=self.step_s - less_s,
+            backward_end_s=self.backward_end_s - less_s,
+            buckets=tuple(replace(b, ready_s=max(0.0, b.ready_s - less_s)) for b in self.buckets),
+            samples=self.samples * num // self.micro_batches,
+            micro_batches=num,
+        )
+
+
+def step_s(timeline: Timeline, costs_s: Sequence[float], sums_s: float = 0.0) -> float:
+    """Return how long a step takes when each bucket costs so much to send."""
+    arrived_s = 0.0
+    for bucket, cost_s in zip(timeline.buckets, costs_s, strict=True):
+        arrived_s = max(arrived_s, bucket.ready_s) + cost_s
+    after_s = timeline.step_s - timeline.backward_end_s
+    return max(timeline.backward_end_s, arrived_s) + after_s + sums_s
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A step on so many GPUs, between a good and a bad case."""
+
+    ranks: int
+    step_s: float
+    low_s: float
+    high_s: float
+    samples_per_s: float
+    speed_up: float
+    efficiency: float
+    all_reduce_s: float
+    """Of all buckets one after the other, hidden or not."""
+    exposed_s: float
+    """Of buckets and small sums, what nothing hides."""
+    late_s: float
+    """By how much the slowest of so many is behind."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+def slowest_of(ranks: int) -> float:
+    """Return how many standard deviations the slowest of so many is behind, on the average.
+
+    >>> [round(slowest_of(ranks), 2) for ranks in (1, 2, 64, 1024)]
+    [0.0, 0.59, 2.34, 3.23]
+    """
+    return statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+
+def forecast(timeline: Timeline, link: Link, ranks: int) -> Forecast:
+    """Forecast a step on `ranks` GPUs.
+
+    All wait for the slowest: as late as the measured spread makes the slowest of so many. The
+    good case has none of that, and the link faster by its spread; the bad case twice that, and
+    the link slower by it.
+    """
+    own = timeline.on(ranks)
+    costs_s = [link.all_reduce_s(bucket.size_bytes, ranks) for bucket in own.buckets]
+    sums_s = own.num_sums * link.all_reduce_s(SUM_BYTES, ranks)
+    late_s = slowest_of(ranks) * own.spread_s
+
+    def case(times: float, factor: float) -> float:
+        slower = [cost_s * factor for cost_s in costs_s]
+        return step_s(own, slower, sums_s * factor) + times * late_s
+
+    middle_s = case(1.0, 1.0)
+    rate = own.samples * ranks / middle_s
+    speed_up = rate / (timeline.samples / timeline.step_s)
+    return Forecast(
+        ranks=ranks,
+        step_s=middle_s,
+        low_s=case(0.0, max(0.0, 1 - link.spread)),
+        high_s=case(2.0, 1 + link.spread),
+        samples_per_s=rate,
+        speed_up=speed_up,
+        efficiency=speed_up / ranks,
+        all_reduce_s=sum(costs_s),
+        exposed_s=middle_s - late_s - own.step_s,
+        late_s=late_s,
+    )

@@ -1,0 +1,130 @@
+"""What it costs to sum numbers over ranks: latency and bandwidth of a link.
+
+Owns: the cost of an all-reduce by ring and by tree, the fit of a link to measured times, and
+the figures of well-known links. Does not own: any measurement, or what a step does meanwhile.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.errors import ConfigError, closest
+
+REACHED = 0.8
+"""The part of a link's nominal bandwidth that is assumed to be reached."""
+ASSUMED_SPREAD = 0.2
+"""How far the times of a link that nobody measured may be off, either way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From each rank to the next: what one message costs, and one byte."""
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+    """Of each rank, in each direction."""
+    spread: float = 0.0
+    """How far times may be off, as a part of them."""
+    ring_only: bool = False
+    """Gloo knows the ring alone; NCCL takes the better of the two."""
+
+    def ring_s(self, size_bytes: float, ranks: int) -> float:
+        """Return the time of an all-reduce in 2 (N - 1) rounds of an N-th each.
+
+        >>> Link("", 0.001, 1e6).ring_s(1e6, 4)
+        1.506
+        """
+        rounds = 2 * (ranks - 1)
+        return rounds * (self.latency_s + size_bytes / ranks / self.bytes_per_s)
+
+    def tree_s(self, size_bytes: float, ranks: int) -> float:
+        """Return its time up and down two trees that carry a half each, in a pipeline.
+
+        >>> Link("", 0.001, 1e6).tree_s(1e6, 4)
+        2.004
+        """
+        if ranks == 1:
+            return 0.0
+        depth = math.ceil(math.log2(ranks))
+        return 2 * depth * self.latency_s + 2 * size_bytes / self.bytes_per_s
+
+    def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
+        """Return the time of an all-reduce by the better way there is."""
+        ring_s = self.ring_s(size_bytes, ranks)
+        return ring_s if self.ring_only else min(ring_s, self.tree_s(size_bytes, ranks))
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.bytes_per_s / 1e9:.3g} GB/s, {1e6 * self.latency_s:.3g} us"
+
+
+def _well_known(name: str, nominal_gb_per_s: float, latency_us: float) -> Link:
+    return Link(name, latency_us * 1e-6, REACHED * nominal_gb_per_s * 1e9, ASSUMED_SPREAD)
+
+
+INTERCONNECTS = {
+    link.name: link
+    for link in (
+        _well_known("pcie4", 32.0, 5.0),  # x16, 16 GT/s a lane, between neighbours
+        _well_known("nvlink4", 450.0, 3.0),  # 18 links of 25 GB/s, inside one NVLink domain
+        _well_known("ethernet100", 12.5, 30.0),  # 100 Gb/s to every GPU, TCP
+        _well_known("ethernet400", 50.0, 10.0),  # 400 Gb/s to every GPU, RDMA
+        _well_known("infiniband-ndr", 50.0, 5.0),  # 400 Gb/s to every GPU
+    )
+}
+"""Nominal GB/s each way and per GPU, and microseconds from one rank to the next."""
+
+BYTES_PER_S = {"GB": 1e9, "MB": 1e6, "KB": 1e3, "Gb": 1e9 / 8, "Mb": 1e6 / 8}
+NUMBER = r" *(\d+(?:\.\d*)?(?:e[+-]?\d+)?) *"
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+def choose_link(interconnect: str, link: str) -> Link | None:
+    """Return the link that was asked for by name or by numbers, if any.
+
+    >>> print(choose_link("", "10Gb/s,50us"))
+    10Gb/s,50us: 1.25 GB/s, 50 us
+    """
+    if interconnect and link:
+        raise ConfigError("--interconnect and --link are two answers to one question", "one")
+    if interconnect:
+        if interconnect not in INTERCONNECTS:
+            known = f"one of {', '.join(INTERCONNECTS)}; or --link 12.5GB/s,10us"
+            near = closest(interconnect, INTERCONNECTS)
+            raise ConfigError(f"--interconnect {interconnect} is not known", near or known)
+        return INTERCONNECTS[interconnect]
+    if not link:
+        return None
+    said = re.fullmatch(rf"{NUMBER}([GMK]B|[GM]b)(?:it)?(?:/s|ps)?,{NUMBER}(s|ms|us)", link)
+    bytes_per_s = float(said[1]) * BYTES_PER_S[said[2]] if said else 0.0
+    if said is None or bytes_per_s <= 0:
+        raise ConfigError(
+            f"--link {link} is not a bandwidth and a latency",
+            "--link 12.5GB/s,10us (GB bytes, Gb bits)",
+        )
+    return Link(link, float(said[3]) * SECONDS[said[4]], bytes_per_s)
+
+
+def fit_link(times: Sequence[tuple[float, float]], ranks: int, name: str = "measured") -> Link:
+    """Find the link whose ring would take these times for these many bytes.
+
+    Every size counts alike: what is made small is the relative error, whose root mean square
+    is the spread.
+    """
+    import numpy as np
+
+    sizes, seconds = np.array(times, dtype=float).T
+    rows = np.stack([1 / seconds, sizes / seconds], axis=1)
+    (fixed_s, per_byte_s), *_ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
+    if fixed_s < 0:
+        fixed_s, per_byte_s = 0.0, float(rows[:, 1].sum() / np.square(rows[:, 1]).sum())
+    if per_byte_s <= 0:
+        raise ConfigError(
+            f"{len(times)} sizes of message took times that do not grow with them",
+            "again, when the machine is idle",
+        )
+    errors = rows @ np.array([fixed_s, per_byte_s]) - 1
+    spread = float(np.sqrt(np.square(errors).mean()))
+    rounds = 2 * (ranks - 1)
+    return Link(name, float(fixed_s) / rounds, rounds / ranks / float(per_byte_s), spread, True)

@@ -1,0 +1,145 @@
+"""What a process of a measured command does differently.
+
+Owns: the config such a run gets (enough steps, a folder of its own, nothing saved or
+evaluated), and the places of lockstep at which `lockstep bench` steps in. Does not own: how a
+process is reached (`cli/stage.py`), or what is measured (`probe.py`).
+
+Imports nothing but what it needs at once: it is read at the start of every Python process.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.certify.part import TRACE
+from lockstep.cli.stage import SITE, OnImport
+from lockstep.errors import ConfigError
+
+PART = "bench.json"
+WARMUP_STEPS = 4
+"""The first steps build buckets, choose kernels and fill caches."""
+NEVER = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPart:
+    """How much is measured."""
+
+    steps: int
+    """As they are, and as many with gradients kept local."""
+    kills: bool = False
+
+    def write(self, folder: Path) -> None:
+        """Leave it where the processes of the run find it."""
+        (folder / PART).write_text(json.dumps(asdict(self)))
+
+
+def write_site(folder: Path) -> None:
+    """Have every Python process that finds `folder` on its path call `set_up` of this file."""
+    (folder / "sitecustomize.py").write_text(SITE.replace("lockstep.cli.stage", __name__))
+
+
+def set_up(folder: str) -> None:
+    """Have the parts of lockstep play along as soon as this process imports them."""
+    sys.meta_path.insert(0, OnImport(Actor(Path(folder)).scenes))
+
+
+class Actor:
+    """One process's share of a measurement."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.part = BenchPart(**json.loads((folder / PART).read_text()))
+        self.probe: Any = None
+
+    @property
+    def scenes(self) -> dict[str, Callable[[ModuleType], None]]:
+        """Return what to do to which module once it is imported."""
+        return {
+            "lockstep.setup": self.enter_setup,
+            "lockstep.step": self.enter_step,
+            "lockstep.trainer": self.enter_trainer,
+        }
+
+    def config(self, config: Any) -> Any:
+        """Return the config to measure under."""
+        from lockstep.observe.sinks import SinkConfig
+
+        seldom = {"every_epochs": None, "every_steps": NEVER}
+        return config.model_copy(
+            update={
+                "output_dir": str(self.folder / "run"),
+                "resume": "auto",
+                "epochs": None,
+                "max_steps": NEVER,
+                "exact": False,  # its sums are not an all-reduce
+                "sinks": SinkConfig(curves=False),
+                "evaluation": config.evaluation.model_copy(update=seldom),
+                "checkpoint": config.checkpoint.model_copy(update=seldom),
+            }
+        )
+
+    def enter_setup(self, module: ModuleType) -> None:
+        """Give the run its config, and a probe."""
+        prepare = module.prepare
+        module.rehearsed = lambda config: config  # type: ignore[attr-defined]  # as many steps as we say
+
+        def staged(task: Any, config: Any, world: Any, stack: Any) -> Any:
+            from lockstep.bench.probe import Probe
+
+            if world.device.type == "cuda" and world.backend == "gloo":
+                raise ConfigError(
+                    f"{world.size} processes would share a GPU, which says nothing of {world.size}",
+                    "--gpus with no more than there are; the forecast is for the others",
+                )
+            self.probe = Probe(self.part, self.folder / TRACE)
+            self.probe.attach(world)
+            run = prepare(task, self.config(config), world, stack)
+            run.held_out = None
+            if config.exact:
+                self.probe.remarks.append("measured without exact mode")
+            return run
+
+        module.prepare = staged  # type: ignore[attr-defined]
+
+    def enter_step(self, module: ModuleType) -> None:
+        """Refuse a loop that would train for real, and to its end."""
+        train_step = module.train_step
+
+        def within_a_run(*args: Any, **named: Any) -> Any:
+            if self.probe is None:
+                raise ConfigError(
+                    "a loop around train_step alone cannot be measured",
+                    "the loop in docs/own_loop.md: prepare, and the trainer's steps and took",
+                )
+            return train_step(*args, **named)
+
+        module.train_step = within_a_run  # type: ignore[attr-defined]
+
+    def enter_trainer(self, module: ModuleType) -> None:
+        """Measure so many steps, then what they are made of, and leave."""
+        actor, kind = self, module.Trainer
+        steps, fetch = kind.steps, kind._fetch
+
+        def measured_steps(self: Any) -> Iterator[Any]:
+            probe = actor.probe
+            probe.begin(self.run)
+            taking = steps(self)
+            for batch in taking:
+                if probe.next_step():
+                    break
+                yield batch
+                probe.step_done()
+            taking.close()
+            probe.finish()
+            sys.exit(0)
+
+        def measured_fetch(self: Any, batches: Any) -> Any:
+            with actor.probe.waiting():
+                return fetch(self, batches)
+
+        kind.steps, kind._fetch = measured_steps, measured_fetch

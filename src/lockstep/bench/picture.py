@@ -1,0 +1,135 @@
+"""The picture of a scaling report: speed-up, where a step's time goes, the all-reduce.
+
+Owns: how it looks. Does not own: any number.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.bench.report import Scaling
+from lockstep.observe.curves import FAINT, HELD_OUT, INK, TRAIN
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw_scaling(found: Scaling, path: Path) -> None:
+    """Draw a report into the picture `path`."""
+    # The object interface: pyplot keeps global state and must not leave the main thread.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    has_link = found.measured_link is not None
+    num_panels = 3 if has_link else 2
+    padded = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
+    figure = Figure(figsize=(5.6 * num_panels, 4.4), dpi=110, layout=padded)
+    panels = figure.subplots(1, num_panels, squeeze=False).ravel()
+    _draw_efficiency(panels[0], found)
+    _draw_step(panels[1], found)
+    if has_link:
+        _draw_link(panels[2], found)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    FigureCanvasAgg(figure)
+    figure.savefig(aside, format="png")
+    os.replace(aside, path)
+
+
+def _draw_efficiency(axes: "Axes", found: Scaling) -> None:
+    """Draw what was measured and what is forecast, as a part of the theoretical speed-up."""
+    _prepare(axes, "Speed-up, % of the theoretical", "processes", "%")
+    for number, (link, at) in enumerate(found.forecasts):
+        # A fast step is a high speed-up.
+        above = [100 * made.efficiency * (made.step_s / made.low_s - 1) for made in at]
+        below = [100 * made.efficiency * (1 - made.step_s / made.high_s) for made in at]
+        axes.errorbar(
+            [made.ranks for made in at],
+            [100 * made.efficiency for made in at],
+            yerr=[below, above],
+            color=HELD_OUT[number],
+            linewidth=1.4,
+            linestyle="--",
+            marker="o",
+            markersize=4.5,
+            capsize=4,
+            label=f"forecast, {link.name}",
+        )
+    measured = [row.ranks for row in found.rows]
+    efficiency = [100 * row.efficiency for row in found.rows]
+    axes.plot(
+        measured, efficiency, color=TRAIN, linewidth=1.9, marker="o", markersize=5, label="measured"
+    )
+    ticks = sorted({*measured, *(made.ranks for _, at in found.forecasts for made in at)})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{ranks:,}" for ranks in ticks])
+    axes.set_ylim(0, 112)
+    axes.legend(framealpha=0.75, edgecolor="none", fontsize=9, labelcolor=INK, loc="lower left")
+
+
+def _draw_step(axes: "Axes", found: Scaling) -> None:
+    """Draw what a step is made of, for each number of processes."""
+    _prepare(axes, "A step", "processes", "ms")
+    waiting = [row.input * row.step_ms for row in found.rows]
+    sending = [row.communication * row.step_ms for row in found.rows]
+    alone = [min(row.alone_ms, row.step_ms) for row in found.rows]
+    spent = zip(found.rows, waiting, sending, alone, strict=True)
+    slower = [max(0.0, row.step_ms - sum(parts)) for row, *parts in spent]
+    parts = {
+        "as by itself": (TRAIN, alone),
+        "slower beside others": (HELD_OUT[2], slower),
+        "waiting for data": (HELD_OUT[3], waiting),
+        "communication": (HELD_OUT[0], sending),
+    }
+    places, bottom = [str(row.ranks) for row in found.rows], [0.0] * len(found.rows)
+    for label, (color, heights) in parts.items():
+        axes.bar(places, heights, bottom=bottom, width=0.55, color=color, label=label)
+        bottom = [base + height for base, height in zip(bottom, heights, strict=True)]
+    for row in found.rows:
+        axes.annotate(
+            f"{row.actual:.2f} x",
+            (str(row.ranks), max(row.step_ms, bottom[found.rows.index(row)])),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            color=INK,
+            fontsize=9,
+        )
+    axes.set_xlim(-0.6, len(places) - 0.4)
+    axes.set_ylim(0, 1.45 * max(bottom))
+    axes.legend(framealpha=0.75, edgecolor="none", fontsize=9, labelcolor=INK, loc="upper left")
+
+
+def _draw_link(axes: "Axes", found: Scaling) -> None:
+    """Draw what all-reduces of many sizes took, and the fit."""
+    assert found.measured_link is not None
+    _prepare(axes, "All-reduce", "bytes", "ms")
+    for number, each in enumerate(each for each in found.found if each.sizes):
+        sizes = [size for size, _ in each.sizes]
+        axes.plot(
+            sizes,
+            [1e3 * seconds for _, seconds in each.sizes],
+            color=(TRAIN, *HELD_OUT)[number % 9],
+            linestyle="none",
+            marker="o",
+            markersize=5,
+            label=f"{each.ranks} processes",
+        )
+        if link := each.link():
+            fit = [1e3 * link.ring_s(size, each.ranks) for size in sizes]
+            axes.plot(sizes, fit, color=(TRAIN, *HELD_OUT)[number % 9], linewidth=1.2)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.legend(framealpha=0.75, edgecolor="none", fontsize=9, labelcolor=INK)
+
+
+def _prepare(axes: "Axes", title: str, across: str, up: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
+    axes.set_xlabel(across, color=INK)
+    axes.set_ylabel(up, color=INK)
+    axes.tick_params(colors=INK, labelsize=9, length=0)
+    axes.grid(color=FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+    for name, side in axes.spines.items():
+        side.set_visible(name == "bottom")
+        side.set_color(FAINT)

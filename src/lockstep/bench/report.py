@@ -1,0 +1,243 @@
+"""What the measurements say: a table, the limit in words, a forecast.
+
+Owns: the words and the layout, for people and as JSON. Does not own: any number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep.bench.forecast import Forecast, forecast
+from lockstep.bench.link import INTERCONNECTS, Link
+from lockstep.bench.play import Measured
+
+SIZES = (8, 64, 1024)
+"""The numbers of GPUs that are forecast."""
+WORTH_NAMING = 0.05
+"""A loss below this part of a step limits nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number of processes, against one."""
+
+    ranks: int
+    step_ms: float
+    spread_ms: float
+    samples_per_s: float
+    theoretical: float
+    actual: float
+    overhead: float
+    efficiency: float
+    communication: float
+    """The part of a step that waits for gradients or small sums, with nothing to hide it."""
+    input: float
+    """The part of a step in which a batch is waited for."""
+    compute_ms: float
+    alone_ms: float
+    """The same step's own work by itself, as one process takes it."""
+    all_reduce_ms: float
+    backward_ms: float
+    input_samples_per_s: float
+    buckets: list[int]
+    limit: str
+
+    @classmethod
+    def of(cls, found: Measured, one: Measured) -> "Row":
+        """Compare what was found on several processes with one."""
+        actual = found.samples_per_s / one.samples_per_s
+        return cls(
+            ranks=found.ranks,
+            step_ms=1e3 * found.step_s,
+            spread_ms=1e3 * found.spread_s,
+            samples_per_s=found.samples_per_s,
+            theoretical=float(found.ranks),
+            actual=actual,
+            overhead=1 - actual / found.ranks,
+            efficiency=actual / found.ranks,
+            communication=min(1.0, (found.exposed_s + found.sums_s) / found.step_s),
+            input=found.wait_s / found.step_s,
+            compute_ms=1e3 * found.compute_s,
+            alone_ms=1e3 * alone_s(found, one),
+            all_reduce_ms=1e3 * found.exchange_s,
+            backward_ms=1e3 * found.backward_s,
+            input_samples_per_s=found.input_samples_per_s,
+            buckets=[bucket.size_bytes for bucket in found.buckets],
+            limit=limit_of(found, one),
+        )
+
+
+def alone_s(found: Measured, one: Measured) -> float:
+    """Return what one process takes for what each of several does in a step, data apart."""
+    return one.timeline().on(found.ranks).step_s - one.wait_s
+
+
+def limit_of(found: Measured, one: Measured) -> str:
+    """Say in words what keeps a step from being faster."""
+    own_s = found.compute_s - found.local_wait_s
+    losses = {"input": found.wait_s}
+    if found.ranks > 1:
+        losses |= {"communication": found.exposed_s, "sums": found.sums_s}
+        losses["each other"] = own_s - alone_s(found, one) - found.sums_s
+    worst = max(losses, key=lambda name: losses[name])
+    if losses[worst] < WORTH_NAMING * found.step_s:
+        rest_s = found.step_s - found.wait_s - found.exposed_s
+        return f"compute: {_ms(rest_s)} of {_ms(found.step_s)} ms"
+    if worst == "communication":
+        return (
+            f"communication: {_ms(found.exposed_s)} ms of all-reduce do not hide behind "
+            f"{_ms(found.backward_s)} ms of backward ({_ms(found.exchange_s)} ms by itself)"
+        )
+    if worst == "sums":
+        return (
+            f"communication: {found.sums_per_step:.0f} small sums over ranks in a step of "
+            f"{_ms(found.step_s)} ms take {_ms(found.sums_s)} ms; more samples a step help"
+        )
+    if worst == "input":
+        appetite = found.facts["global_batch"] / (found.step_s - found.wait_s)
+        return (
+            f"input: {_ms(found.wait_s)} of {_ms(found.step_s)} ms wait for data; the loader alone "
+            f"gives {found.input_samples_per_s:.0f} samples/s, the step could take {appetite:.0f}"
+        )
+    return (
+        f"each other: a step's own work takes {_ms(own_s)} ms beside the other processes, "
+        f"{_ms(alone_s(found, one))} ms by itself (cores, memory or power are shared)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Everything that `lockstep bench scaling` found."""
+
+    command: list[str]
+    found: list[Measured]
+    rows: list[Row]
+    measured_link: Link | None
+    forecasts: list[tuple[Link, list[Forecast]]]
+    remarks: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, command: Sequence[str], found: Sequence[Measured], asked: Link | None) -> "Scaling":
+        """Compare, and forecast for the link asked for, else the measured one, else all known."""
+        one, most = found[0], found[-1]
+        link = most.link()
+        timeline = one.timeline(num_sums=most.sums_per_step)
+        links = [asked or link] if asked or link else list(INTERCONNECTS.values())
+        forecasts = [(k, [forecast(timeline, k, n) for n in SIZES]) for k in links if k]
+        rows = [Row.of(each, one) for each in found]
+        remarks = list(dict.fromkeys(said for each in found for said in each.facts["remarks"]))
+        return cls(list(command), list(found), rows, link, forecasts, remarks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        one, facts = self.found[0], self.found[0].facts
+        names = ("device", "backend", "threads", "num_workers", "parameters")
+        return {
+            "command": self.command,
+            **{name: self.found[-1].facts[name] for name in names},
+            "rows": [asdict(row) for row in self.rows],
+            "one_process": {
+                "samples": facts["global_batch"],
+                "micro_batches": facts["micro_batches"],
+                "timeline": asdict(one.timeline()),
+            },
+            "all_reduce": [
+                {"ranks": each.ranks, "sizes": each.sizes} for each in self.found if each.sizes
+            ],
+            "measured_link": asdict(self.measured_link) if self.measured_link else None,
+            "forecasts": [
+                {"link": asdict(link), "gpus": [made.to_json() for made in at]}
+                for link, at in self.forecasts
+            ],
+            "remarks": self.remarks,
+        }
+
+    def lines(self) -> list[str]:
+        """Lay it out as tables."""
+        heads = ["processes", "step ms", "samples/s", "theoretical", "actual", "overhead"]
+        heads += ["efficiency", "communication", "input"]
+        lines = ["", _cells(heads)]
+        for row in self.rows:
+            cells = [str(row.ranks), f"{row.step_ms:.1f}", f"{row.samples_per_s:.0f}"]
+            cells += [f"{row.theoretical:.1f} x", f"{row.actual:.2f} x"]
+            shares = (row.overhead, row.efficiency, row.communication, row.input)
+            lines.append(_cells([*cells, *(f"{100 * share:.0f} %" for share in shares)]))
+        lines.append("")
+        lines += [f"  {row.ranks} limited by {row.limit}" for row in self.rows]
+        if self.measured_link:
+            link, ranks = self.measured_link, self.found[-1].ranks
+            lines += [
+                "",
+                f"  all-reduce between {ranks} processes here: {1e6 * link.latency_s:.3g} us a "
+                f"message, {link.bytes_per_s / 1e9:.3g} GB/s, fit within {100 * link.spread:.0f} %",
+            ]
+        for link, at in self.forecasts:
+            lines += ["", f"  forecast, {link}{_assumed(link)}"]
+            heads = ["GPUs", "step ms", "good", "bad", "samples/s", "speed-up"]
+            lines.append(_cells([*heads, "efficiency", "all-reduce", "not hidden", "the slowest"]))
+            lines += [_forecast_line(made) for made in at]
+        return [*lines, *(f"  remark: {remark}" for remark in self.remarks)]
+
+
+def _forecast_line(made: Forecast) -> str:
+    times = (made.step_s, made.low_s, made.high_s)
+    cells = [str(made.ranks), *(f"{1e3 * seconds:.1f}" for seconds in times)]
+    cells += [f"{made.samples_per_s:.0f}", f"{made.speed_up:.1f} x"]
+    cells += [f"{100 * made.efficiency:.0f} %"]
+    parts = (made.all_reduce_s, made.exposed_s, made.late_s)
+    return _cells([*cells, *(f"{1e3 * seconds:.1f} ms" for seconds in parts)])
+
+
+def step_lines(found: Measured) -> list[str]:
+    """Say where the time of a step goes."""
+    body_s = found.backward_end_s + found.after_s
+    between_s = max(0.0, found.compute_s - found.local_wait_s - body_s)
+    parts = {
+        "forward": (found.forward_s, "from the batch to the loss"),
+        "backward": (found.backward_s, ""),
+        "after it": (found.after_s, "sums of the losses, clipping, optimizer, averages"),
+        "waiting for data": (found.local_wait_s, f"{found.facts['num_workers']} workers"),
+        "between steps": (between_s, "votes of the ranks, log"),
+        "exchange": (found.exposed_s, f"not hidden, of {_ms(found.exchange_s)} ms by itself"),
+    }
+    if found.ranks == 1:
+        parts.pop("exchange")
+    all_s = sum(seconds for seconds, _ in parts.values())
+    lines = [
+        f"  {name:<18}{_ms(seconds):>9} ms {100 * seconds / all_s:>4.0f} %   {remark}"
+        for name, (seconds, remark) in parts.items()
+    ]
+    lines.append(
+        f"  {'step':<18}{_ms(found.step_s):>9} ms   +- {_ms(found.spread_s)} ms, "
+        f"{found.samples_per_s:.0f} samples/s on {found.ranks} x {found.facts['device']}"
+    )
+    return [line.rstrip() for line in lines]
+
+
+def input_lines(found: Measured) -> list[str]:
+    """Say whether data come as fast as they are eaten."""
+    step_s = found.step_s - found.wait_s
+    appetite, gives = found.facts["global_batch"] / step_s, found.input_samples_per_s
+    share = found.wait_s / found.step_s
+    verdict = f"not the limit: {gives / appetite:.1f} x what a step eats"
+    if share > WORTH_NAMING:
+        verdict = f"the limit: {_ms(found.wait_s)} of {_ms(found.step_s)} ms wait for data"
+    return [
+        f"  loader alone  {gives:>10.0f} samples/s, "
+        f"{found.facts['num_workers']} workers for each of {found.ranks} x {found.facts['device']}",
+        f"  a step eats   {appetite:>10.0f} samples/s when it does not wait",
+        f"  waiting       {100 * share:>10.0f} % of a step",
+        f"input is {verdict}",
+    ]
+
+
+def _cells(words: Sequence[str]) -> str:
+    return "  " + "".join(f"{word:>15}" if n > 6 else f"{word:>12}" for n, word in enumerate(words))
+
+
+def _assumed(link: Link) -> str:
+    return " (80 % of nominal, assumed)" if link.name in INTERCONNECTS else ""
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
