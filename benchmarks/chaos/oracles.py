@@ -205,7 +205,11 @@ def litter(story: Story, golden: Path) -> tuple[bool, str]:
     left = list(story.left_behind)
     left += [str(p.name) for p in (story.folder / "checkpoints").glob(".*")]
     pids = {str(told["pid"]) for told in story.notes}
-    shared = [p for p in Path("/dev/shm").iterdir() if pids & set(p.name.split("_"))]
+    shared = [
+        path
+        for path in Path("/dev/shm").iterdir()
+        if pids & set(path.name.split("_")) and path.stat().st_mtime >= story.notes[0]["time"]
+    ]
     named = [p for p in shared if p.name.startswith("torch_")]
     for path in named:
         path.unlink()
