@@ -117,7 +117,7 @@ class Saver:
         """Return a copy of what this rank will write: its share, or all of it on the first rank."""
         world = self.run.world
         if not is_sharded:
-            return snapshot(self.run.parts()) if world.is_first else {}
+            return snapshot(self.run.parts(), world.is_first)
         share = share_of(self.run.parts(), world.rank, world.size)
         return share._replace(tensors=snapshot(share.tensors))
 

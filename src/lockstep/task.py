@@ -4,7 +4,7 @@ Owns: the contract between what is trained and the core that trains it. Does
 not own: batches, ranks, devices, steps. The core never looks inside a batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,15 @@ class Task:
     def compile(self, model: nn.Module) -> None:
         """Compile `model` in place; a stack of equal blocks compiles faster block by block."""
         model.compile()
+
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """Return what `parallel=fsdp` gathers as one: by default what is in a list of modules.
+
+        Each is called as a module (its weights are nowhere else in reach), and has parameters
+        that no other has.
+        """
+        lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
+        return [block for blocks in lists for block in blocks]
 
     def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss | Tensor:
         """Return the summed loss of a micro-batch and its weight.

@@ -134,7 +134,8 @@ class Trainer:
         What does not fit in memory is taken again in pieces of half the size.
         """
         run, config = self.run, self.run.config
-        is_alone = run.world.size == 1 or not (run.task.gathers or config.sync_batch_norm)
+        talks = run.task.gathers or config.sync_batch_norm or config.parallel == "fsdp"
+        is_alone = run.world.size == 1 or not talks
         try:
             report = train_step(
                 run.task.loss,

@@ -176,16 +176,24 @@ class Loader:
 
 
 def read_held_out(
-    dataset: Any, batch_size: int, world: World, seed: int, collate: Collate, config: LoaderConfig
+    dataset: Any,
+    batch_size: int,
+    world: World,
+    seed: int,
+    collate: Collate,
+    config: LoaderConfig,
+    borrows: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield this rank's share of a held-out set, each sample on exactly one rank.
 
     Batches are cut before they are shared out, so they are the same batches for
-    every number of ranks.
+    every number of ranks. A rank that `borrows` has as many as any other: one that
+    does not count comes first.
     """
     num_leaves = -(-len(dataset) // batch_size)
     plan = BatchPlan(len(dataset), batch_size, num_leaves, len(dataset), world.size)
-    mine = [leaf for leaf in leaves_of(plan, 0, world.rank) if not leaf.borrowed]
+    leaves = sorted(leaves_of(plan, 0, world.rank), key=lambda leaf: not leaf.borrowed)
+    mine = [leaf for leaf in leaves if borrows or not leaf.borrowed]
     order = Sequential(len(dataset))
     reader = build_reader(dataset, order, seed, collate, config.on_bad_sample)
     for micro_batch in _read(reader, mine, config, world):

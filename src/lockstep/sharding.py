@@ -1,0 +1,120 @@
+"""Cut a model over ranks, each with some rows of every parameter: for what fits on no single GPU.
+
+Owns: what is cut and gathered as one, and the way from a whole tensor to a rank's rows and back.
+Does not own: the gathers and sums of a step, which are torch's (`fully_shard`); nor files.
+
+A tensor that is cut is a `DTensor`: it has the shape of the whole, and each rank consecutive
+rows of it, as many as any other but for the last ones, which may have fewer or none.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.runtime import World
+
+
+def shard(
+    model: nn.Module,
+    world: World,
+    blocks: Iterable[nn.Module] = (),
+    precision: torch.dtype | None = None,
+) -> nn.Module:
+    """Cut the parameters of `model` over ranks, in place, and put them on the ranks' devices.
+
+    A block is whole only while it computes; what is in none, while the model does. All ranks
+    start from the first rank's weights. Alone, there is nothing to cut. Collective.
+
+    Args:
+        precision: What blocks compute in, under autocast. Their weights then come in it: a cast
+            of its own would keep every block's for the backward pass.
+
+    Raises:
+        ConfigError: a parameter cannot be cut.
+    """
+    if world.size == 1:
+        return model.to(world.device)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        if not parameter.dim():
+            raise ConfigError(
+                f"parallel=fsdp cuts parameters along their first axis, and {name} has none",
+                "the shape (1,) for it, or parallel=ddp",
+            )
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    narrow = MixedPrecisionPolicy(precision, precision and torch.float32, cast_forward_inputs=False)
+    for part in (*_innermost_first(model, blocks), model):
+        for parameter in part.parameters():
+            if not is_cut(parameter):  # a block at a time: the device could not hold them all
+                parameter.data = parameter.data.to(world.device).contiguous()
+                world.all_from_first(parameter.data)
+        # The root, too, is cut again after its forward pass: an average that is put into the
+        # weights between two evaluations would not reach what is still gathered.
+        policy = MixedPrecisionPolicy() if part is model else narrow
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    if lost := named.keys() ^ dict(model.named_parameters()).keys():
+        raise ConfigError(
+            f"parallel=fsdp would cut {', '.join(sorted(lost))} twice: blocks share it",
+            "Task.blocks without those, or parallel=ddp",
+        )
+    for buffer in model.buffers():
+        world.all_from_first(buffer)
+    return model
+
+
+def _innermost_first(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the blocks to cut, each after those inside it; a bare list of modules is none."""
+    chosen, lists = set(blocks) - {model}, (nn.ModuleList, nn.ModuleDict)
+    found = [part for part in model.modules() if part in chosen and not isinstance(part, lists)]
+    return [part for part in reversed(found) if any(True for _ in part.parameters())]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Say whether a model is cut over ranks: each of its forward passes is then a collective."""
+    return any(map(is_cut, model.parameters()))
+
+
+def is_cut(value: Any) -> bool:
+    """Say whether ranks hold some rows each of a tensor."""
+    return hasattr(value, "placements")  # importing DTensor to ask would take a second
+
+
+def rows_of(cut: Any) -> tuple[Tensor, int]:
+    """Return this rank's rows of a tensor that is cut, and the number of the first."""
+    mesh, num_rows = cut.device_mesh, len(cut)
+    each = -(-num_rows // mesh.size())
+    return cut.detach().to_local(), min(mesh.get_local_rank() * each, num_rows)
+
+
+def held(tensors: Iterable[Any]) -> list[Tensor]:
+    """Return what this rank has of each tensor, in the same memory: its rows, or all of it."""
+    return [tensor.detach().to_local() if is_cut(tensor) else tensor for tensor in tensors]
+
+
+def gathered(tensor: Any) -> Tensor:
+    """Return all of a tensor. Collective where it is cut."""
+    whole: Tensor = tensor.detach().full_tensor() if is_cut(tensor) else tensor
+    return whole
+
+
+def cut_like(whole: Tensor, target: Any) -> Tensor:
+    """Return this rank's rows of a whole tensor, cut as `target` is; or, if it is not, all."""
+    if not is_cut(target):
+        return whole
+    from torch.distributed.tensor import DTensor
+
+    local, first = rows_of(target)
+    return DTensor.from_local(
+        whole[first : first + len(local)].to(local.device),
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
+    )
