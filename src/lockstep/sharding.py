@@ -7,7 +7,8 @@ A tensor that is cut is a `DTensor`: it has the shape of the whole, and each ran
 rows of it, as many as any other but for the last ones, which may have fewer or none.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,6 +74,21 @@ def _innermost_first(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.M
     chosen, lists = set(blocks) - {model}, (nn.ModuleList, nn.ModuleDict)
     found = [part for part in model.modules() if part in chosen and not isinstance(part, lists)]
     return [part for part in reversed(found) if any(True for _ in part.parameters())]
+
+
+@contextmanager
+def gathered_whole(model: nn.Module, unless: bool = False) -> Iterator[None]:
+    """Let every rank have all of the weights inside the block, for calls of its own. Collective."""
+    parts: list[Any] = [p for p in model.modules() if hasattr(p, "unshard") and not unless]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()
 
 
 def is_sharded(model: nn.Module) -> bool:

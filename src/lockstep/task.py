@@ -107,6 +107,10 @@ class Task:
     """The loss compares the samples of all ranks of a micro-batch. A run then goes on with the
     same number of them (batch_size x ranks) only: with another, it would be another loss."""
 
+    calls_alike: bool = False
+    """`finish_evaluation` calls the model as a module, as often on every rank. Under
+    `parallel=fsdp` it then does without all of the weights on each of them."""
+
     may_change: tuple[str, ...] = ()
     """Which of `settings` may change before a run goes on, by their dotted names: where data lie,
     what is drawn. Any other that has changed is refused."""

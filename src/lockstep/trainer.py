@@ -27,6 +27,7 @@ from lockstep.runtime import World
 from lockstep.saver import Saver
 from lockstep.schedule import build_schedule
 from lockstep.setup import Run, check_alike, prepare
+from lockstep.sharding import gathered_whole
 from lockstep.signals import EXIT_CODES, StopSignals
 from lockstep.step import StepReport, train_step
 from lockstep.task import Context, Task
@@ -240,6 +241,8 @@ class Trainer:
         """Evaluate the weights and their first average; say if they are the best. Collective."""
         run, config, model = self.run, self.run.config, bare(self.run.model)
         began, step = time.monotonic(), run.progress.step
+        is_own = type(run.task).finish_evaluation is not Task.finish_evaluation
+        is_alike = run.task.calls_alike or not is_own
         self.evaluated_step = step
         follow_first(model, run.world)
 
@@ -258,7 +261,7 @@ class Trainer:
 
         def finish() -> None:
             context = Context(run.world, config.seed, step, 0, training=False)
-            with run.autocast or nullcontext():
+            with run.autocast or nullcontext(), gathered_whole(model, unless=is_alike):
                 made = together(
                     run.world,
                     lambda: run.task.finish_evaluation(model, context, config.output_dir),
