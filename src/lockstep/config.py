@@ -131,10 +131,7 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _one_exactness(self) -> Self:
         if self.exact and self.parallel == "fsdp":
-            raise ValueError(
-                "exact adds whole gradients along a tree, fsdp those of rows as torch does: set "
-                "exact to false or parallel to ddp"
-            )
+            raise ValueError("exact adds whole gradients, fsdp cuts them: set parallel to ddp")
         if self.exact and self.sync_batch_norm:
             raise ValueError(
                 "exact normalises each micro-batch by itself, sync_batch_norm those of all ranks "

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.agreement import together
-from lockstep.data.loader import LoaderConfig, read_held_out
+from lockstep.data.held_out import read_held_out
+from lockstep.data.loader import LoaderConfig
 from lockstep.data.order import share
 from lockstep.data.reader import MicroBatch
 from lockstep.exact import TreeSum, sum_nodes

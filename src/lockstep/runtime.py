@@ -233,9 +233,7 @@ class World:
 
     def all_from_first(self, value: Tensor) -> None:
         """Give `value` the first rank's numbers. Collective."""
-        sent = value.contiguous()
-        dist.broadcast(sent, 0, group=self._group(value))
-        value.copy_(sent)
+        dist.broadcast(value, 0, group=self._group(value))
 
     def all_sum_with_grad(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks, carrying gradients. Collective."""

@@ -24,7 +24,7 @@ from lockstep.checkpoint import (
     CheckpointStore,
     FolderLock,
     load_model_state,
-    load_optimizer_state,
+    load_optimizer,
     snapshot,
 )
 from lockstep.config import RunConfig
@@ -214,7 +214,7 @@ class Run:
             for group in self.optimizer.param_groups
         ]
         try:
-            load_optimizer_state(self.optimizer, state)
+            load_optimizer(self.optimizer, state)
         except ValueError as error:
             raise CheckpointError(
                 f"the optimizer's saved state does not fit: {error}", "the same parameter groups"

@@ -65,6 +65,7 @@ def shard(
             "Task.blocks without those, or parallel=ddp",
         )
     for buffer in model.buffers():
+        buffer.data = buffer.data.contiguous()
         world.all_from_first(buffer)
     return model
 
@@ -79,7 +80,7 @@ def _innermost_first(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.M
 @contextmanager
 def gathered_whole(model: nn.Module, unless: bool = False) -> Iterator[None]:
     """Let every rank have all of the weights inside the block, for calls of its own. Collective."""
-    parts: list[Any] = [p for p in model.modules() if hasattr(p, "unshard") and not unless]
+    parts: list[Any] = [p for p in model.modules() if is_sharded(p) and not unless]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
@@ -93,7 +94,7 @@ def gathered_whole(model: nn.Module, unless: bool = False) -> Iterator[None]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Say whether a model is cut over ranks: each of its forward passes is then a collective."""
-    return any(map(is_cut, model.parameters()))
+    return hasattr(type(model), "unshard")
 
 
 def is_cut(value: Any) -> bool:
@@ -111,6 +112,19 @@ def rows_of(cut: Any) -> tuple[Tensor, int]:
 def held(tensors: Iterable[Any]) -> list[Tensor]:
     """Return what this rank has of each tensor, in the same memory: its rows, or all of it."""
     return [tensor.detach().to_local() if is_cut(tensor) else tensor for tensor in tensors]
+
+
+def sums_and_norm(
+    local: Tensor, norm: Tensor, model: nn.Module, world: World
+) -> tuple[Tensor, Tensor]:
+    """Return `local`, summed over ranks, and the norm of the gradient, given that of what is here.
+
+    Collective, but once.
+    """
+    if not is_sharded(model):
+        return world.all_sum(local), norm
+    both = world.all_sum(torch.cat([local, norm.square().view(1)]))
+    return both[:-1], both[-1].sqrt()
 
 
 def gathered(tensor: Any) -> Tensor:

@@ -25,7 +25,7 @@ from lockstep.non_finite import move
 from lockstep.parallel import bare, begin_exchanges, local_gradients
 from lockstep.randomness import seed_others, seed_torch
 from lockstep.runtime import World
-from lockstep.sharding import held, is_sharded
+from lockstep.sharding import held, sums_and_norm
 from lockstep.task import Context, PartialLoss
 
 Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
@@ -101,7 +101,7 @@ def train_step(
     if not leaf_sum:
         # One collective carries every sum: a second one would be a second place
         # where a rank that took a different branch keeps the others waiting.
-        sums, norm = _add_up(local_rows.sum(dim=0), norm, world, is_sharded(model))
+        sums, norm = sums_and_norm(local_rows.sum(dim=0), norm, model, world)
     loss_sum, weight = sums[0], torch.ones_like(sums[1]) if totals else sums[1]
 
     # Ranks hold the *average* of the summed gradients, or with `leaf_sum` the sum; times
@@ -213,14 +213,6 @@ def as_partial(
         return result
     parts = {name: (value * 0, weight * 0) for name, (value, weight) in result.parts.items()}
     return PartialLoss(result.loss_sum * 0, result.weight * 0, parts)
-
-
-def _add_up(local: Tensor, norm: Tensor, world: World, is_cut: bool) -> tuple[Tensor, Tensor]:
-    """Return the sums over ranks, and the norm of the gradient, of which each may have rows."""
-    if not is_cut:
-        return world.all_sum(local), norm
-    both = world.all_sum(torch.cat([local, norm.square().view(1)]))
-    return both[:-1], both[-1].sqrt()
 
 
 def _row(part: PartialLoss) -> Tensor:

@@ -241,8 +241,9 @@ class Trainer:
         """Evaluate the weights and their first average; say if they are the best. Collective."""
         run, config, model = self.run, self.run.config, bare(self.run.model)
         began, step = time.monotonic(), run.progress.step
-        is_own = type(run.task).finish_evaluation is not Task.finish_evaluation
-        is_alike = run.task.calls_alike or not is_own
+        is_alike = (
+            run.task.calls_alike or type(run.task).finish_evaluation is Task.finish_evaluation
+        )
         self.evaluated_step = step
         follow_first(model, run.world)
 

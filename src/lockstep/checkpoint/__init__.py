@@ -9,7 +9,7 @@ from lockstep.checkpoint.lock import FolderLock
 from lockstep.checkpoint.state import (
     flatten,
     load_model_state,
-    load_optimizer_state,
+    load_optimizer,
     share_of,
     snapshot,
     unflatten,
@@ -25,7 +25,7 @@ __all__ = [
     "Written",
     "flatten",
     "load_model_state",
-    "load_optimizer_state",
+    "load_optimizer",
     "share_of",
     "snapshot",
     "unflatten",

@@ -236,7 +236,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     model.load_state_dict({name: cut_like(state[name], expected[name]) for name in expected})
 
 
-def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load an optimizer's state, of each parameter what this rank has of it.
 
     Raises:

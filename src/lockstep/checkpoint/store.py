@@ -36,13 +36,7 @@ from lockstep.checkpoint.layout import (
 )
 from lockstep.checkpoint.layout import Checkpoint as Checkpoint
 from lockstep.checkpoint.lock import FolderLock as FolderLock
-from lockstep.checkpoint.state import (
-    Share,
-    load_model_state,
-    load_optimizer_state,
-    share_of,
-    snapshot,
-)
+from lockstep.checkpoint.state import Share, load_model_state, load_optimizer, share_of, snapshot
 from lockstep.errors import CheckpointError, closest
 from lockstep.parallel import bare
 from lockstep.runtime import World
@@ -203,8 +197,7 @@ class CheckpointStore:
         """
 
         def save() -> None:
-            states = {name: bare(o).state_dict() for name, o in objects.items()}
-            parts = snapshot(states, world.is_first)
+            parts = snapshot({n: bare(o).state_dict() for n, o in objects.items()}, world.is_first)
             if world.is_first:
                 self.save(step, parts, {})
 
@@ -225,7 +218,7 @@ class CheckpointStore:
             if isinstance(target, nn.Module):
                 load_model_state(bare(target), checkpoint.load(name))
             elif isinstance(target, Optimizer):
-                load_optimizer_state(target, checkpoint.load(name))
+                load_optimizer(target, checkpoint.load(name))
             else:
                 target.load_state_dict(checkpoint.load(name))
         return checkpoint.step
