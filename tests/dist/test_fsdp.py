@@ -10,11 +10,11 @@ import torch
 import torch.distributed.fsdp  # before ranks are forked, which would import it each
 from torch import Tensor, nn
 
-from lockstep import RunConfig, World, fit, read_events
+from lockstep import PartialLoss, RunConfig, World, fit, read_events
 from lockstep.checkpoint import Checkpoint, CheckpointStore, flatten
 from lockstep.errors import ConfigError, DataError
 from lockstep.evaluation import evaluating
-from lockstep.sharding import held, is_cut, shard
+from lockstep.sharding import gathered, held, is_cut, shard
 from lockstep.task import Context
 from lockstep.testing import FakeWorld, TinyTask, run_ranks
 
@@ -80,6 +80,9 @@ class Deep(TinyTask):
     def build_model(self) -> nn.Module:
         return Net().double()
 
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)  # as on a GPU
+
     def metrics(self) -> dict[str, Any]:
         return {"seen": self.seen}
 
@@ -110,6 +113,15 @@ class Marked(Deep):
         data[7]["x"][0] = MARK
         data[7]["units"] = torch.ones_like(data[7]["units"])
         return data
+
+
+class Full(Deep):
+    """The memory of the second rank is full in the second step."""
+
+    def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
+        if context.training and context.step == 1 and context.world.rank == 1:
+            raise MemoryError("it is full")
+        return super().loss(model, batch, context)
 
 
 class Held:
@@ -255,33 +267,38 @@ def test_batch_norm_over_ranks_works_in_a_cut_model(tmp_path: Path) -> None:
 # --- What one rank holds ------------------------------------------------------------------------
 
 
-def look_inside() -> tuple[float, bool, list[torch.dtype], list[torch.dtype]]:
-    """Return which part of the numbers is here, and what a block sees of itself and the other."""
+def look_inside() -> tuple[float, bool, bool, list[torch.dtype], set[torch.dtype]]:
+    """Return which part of the numbers is here, whose they are, and what a block sees."""
     with World.enter("cpu", timeout_s=20) as world:
+        torch.manual_seed(0)
+        of_first = [p.detach().clone() for p in Net().parameters()]
+        torch.manual_seed(world.rank)
         model = Net()
-        total = sum(p.numel() for p in model.parameters())
         shard(model, world, model.blocks, torch.bfloat16)
-        mine = sum(t.numel() for t in held(model.parameters()))
-        other_is_cut, dtypes = [], []
+        mine = sum(t.numel() for t in held(model.parameters())) / sum(t.numel() for t in of_first)
+        is_firsts = all(map(torch.equal, map(gathered, model.parameters()), of_first))
+        other_is_cut, dtypes = False, []
 
         def look(block: Any, args: Any) -> None:
-            other_is_cut.append(is_cut(model.blocks[0].wide.weight))
+            nonlocal other_is_cut
+            other_is_cut = is_cut(model.blocks[0].wide.weight)  # type: ignore[union-attr]
             dtypes.extend([block.wide.weight.dtype, model.first.weight.dtype])
 
         model.blocks[1].register_forward_pre_hook(look)
         with torch.autocast("cpu", torch.bfloat16):
             model(torch.randn(2, 5)).float().sum().backward()
-        grads = [p.grad.dtype for p in model.parameters() if p.grad is not None]
-        return mine / total, all(other_is_cut), dtypes, grads
+        grads = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+        return mine, is_firsts, other_is_cut, dtypes, grads
 
 
-def test_a_rank_has_its_rows_and_one_block_at_a_time() -> None:
+def test_a_rank_has_its_rows_of_the_firsts_weights_and_one_block_at_a_time() -> None:
     """Under bf16 a block's weights come in it: a cast would stay until the backward pass."""
-    for part, other_is_cut, dtypes, grads in run_ranks(2, look_inside):
+    for part, is_firsts, other_is_cut, dtypes, grads in run_ranks(2, look_inside):
         assert 0.4 < part < 0.6
+        assert is_firsts
         assert other_is_cut
         assert dtypes == [torch.bfloat16, torch.float32]
-        assert set(grads) == {torch.float32}
+        assert grads == {torch.float32}
 
 
 # --- What cannot work ---------------------------------------------------------------------------
@@ -318,3 +335,9 @@ def test_a_held_out_sample_that_cannot_be_read_stops_all_ranks(tmp_path: Path) -
     said = run_ranks(2, problem_of, train_here, Torn, tmp_path, more, timeout_s=15)
     assert said[0] == said[1]
     assert "sample 9 is torn" in said[0]
+
+
+def test_a_lack_of_memory_on_one_rank_ends_the_run(tmp_path: Path) -> None:
+    """The others wait in a gather, and cannot be asked to take smaller pieces."""
+    with pytest.raises(RuntimeError, match="MemoryError: it is full|Connection (reset|closed)"):
+        train(2, tmp_path, Full)
