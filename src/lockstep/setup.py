@@ -48,7 +48,7 @@ from lockstep.resuming import (
     take_prints,
 )
 from lockstep.runtime import World
-from lockstep.sharding import shard
+from lockstep.sharding import is_sharded, shard
 from lockstep.step import StepReport
 from lockstep.task import Task
 
@@ -296,14 +296,14 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     together(world, lambda: _settle_folder(folder, task, config, world))
     seed_all(config.seed, "weights")
     model = together(world, task.build_model)
-    precision = choose_precision(config.precision, world.device)
     if config.sync_batch_norm and world.size > 1:
         synchronise_batch_norm(model, world)
     if config.parallel == "fsdp":
-        shard(model, world, task.blocks(model), precision)
+        shard(model, world, task.blocks(model))
     else:
         model.to(world.device)
     optimizer = together(world, lambda: task.build_optimizer(model, contract.effective_lr))
+    precision, is_whole = choose_precision(config.precision, world.device), not is_sharded(model)
     run = Run(
         task=task,
         config=config,
@@ -316,7 +316,10 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         base_rates=[group["lr"] for group in optimizer.param_groups],
         averages=Averages(model, config.averages),
         scaler=torch.amp.GradScaler(world.device.type) if precision == torch.float16 else None,
-        autocast=torch.autocast(world.device.type, precision) if precision else None,
+        # A cache of the weights, cast, would hold all of them until the end of a pass.
+        autocast=torch.autocast(world.device.type, precision, cache_enabled=is_whole)
+        if precision
+        else None,
         store=store,
         rejected=rejected,
         prints=prints,

@@ -18,20 +18,11 @@ from lockstep.errors import ConfigError
 from lockstep.runtime import World
 
 
-def shard(
-    model: nn.Module,
-    world: World,
-    blocks: Iterable[nn.Module] = (),
-    precision: torch.dtype | None = None,
-) -> nn.Module:
+def shard(model: nn.Module, world: World, blocks: Iterable[nn.Module] = ()) -> nn.Module:
     """Cut the parameters of `model` over ranks, in place, and put them on the ranks' devices.
 
     A block is whole only while it computes; what is in none, while the model does. All ranks
     start from the first rank's weights. Alone, there is nothing to cut. Collective.
-
-    Args:
-        precision: What blocks compute in, under autocast. Their weights then come in it: a cast
-            of its own would keep every block's for the backward pass.
 
     Raises:
         ConfigError: a parameter cannot be cut.
@@ -39,7 +30,7 @@ def shard(
     if world.size == 1:
         return model.to(world.device)
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     named = dict(model.named_parameters())
     for name, parameter in named.items():
@@ -49,7 +40,6 @@ def shard(
                 "the shape (1,) for it, or parallel=ddp",
             )
     mesh = init_device_mesh(world.device.type, (world.size,))
-    narrow = MixedPrecisionPolicy(precision, precision and torch.float32, cast_forward_inputs=False)
     for part in (*_innermost_first(model, blocks), model):
         for parameter in part.parameters():
             if not is_cut(parameter):  # a block at a time: the device could not hold them all
@@ -57,8 +47,7 @@ def shard(
                 world.all_from_first(parameter.data)
         # The root, too, is cut again after its forward pass: an average that is put into the
         # weights between two evaluations would not reach what is still gathered.
-        policy = MixedPrecisionPolicy() if part is model else narrow
-        fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
     if lost := named.keys() ^ dict(model.named_parameters()).keys():
         raise ConfigError(
             f"parallel=fsdp would cut {', '.join(sorted(lost))} twice: blocks share it",
