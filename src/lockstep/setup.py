@@ -299,7 +299,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     if config.sync_batch_norm and world.size > 1:
         synchronise_batch_norm(model, world)
     if config.parallel == "fsdp":
-        shard(model, world, task.blocks(model))
+        together(world, lambda: shard(model, world, task.blocks(model)))
     else:
         model.to(world.device)
     optimizer = together(world, lambda: task.build_optimizer(model, contract.effective_lr))

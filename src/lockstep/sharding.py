@@ -29,7 +29,8 @@ def shard(model: nn.Module, world: World, blocks: Iterable[nn.Module] = ()) -> n
     """
     if world.size == 1:
         return model.to(world.device)
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed import group
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     named = dict(model.named_parameters())
@@ -39,7 +40,8 @@ def shard(model: nn.Module, world: World, blocks: Iterable[nn.Module] = ()) -> n
                 f"parallel=fsdp cuts parameters along their first axis, and {name} has none",
                 "the shape (1,) for it, or parallel=ddp",
             )
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    # Of the group there is: where that is gloo on GPUs, torch would make one of NCCL.
+    mesh = DeviceMesh.from_group(group.WORLD, world.device.type)  # type: ignore[arg-type]
     for part in (*_innermost_first(model, blocks), model):
         for parameter in part.parameters():
             if not is_cut(parameter):  # a block at a time: the device could not hold them all
