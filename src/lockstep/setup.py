@@ -304,6 +304,9 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         model.to(world.device)
     optimizer = together(world, lambda: task.build_optimizer(model, contract.effective_lr))
     precision, is_whole = choose_precision(config.precision, world.device), not is_sharded(model)
+    kind = world.device.type
+    if precision == torch.float16 and not is_whole and not all(p.dim() for p in model.parameters()):
+        raise ConfigError("parallel=fsdp with fp16 needs parameters with an axis", "precision=bf16")
     run = Run(
         task=task,
         config=config,
@@ -315,11 +318,9 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         optimizer=optimizer,
         base_rates=[group["lr"] for group in optimizer.param_groups],
         averages=Averages(model, config.averages),
-        scaler=torch.amp.GradScaler(world.device.type) if precision == torch.float16 else None,
+        scaler=torch.amp.GradScaler(kind) if precision == torch.float16 else None,
         # A cache of the weights, cast, would hold all of them until the end of a pass.
-        autocast=torch.autocast(world.device.type, precision, cache_enabled=is_whole)
-        if precision
-        else None,
+        autocast=torch.autocast(kind, precision, cache_enabled=is_whole) if precision else None,
         store=store,
         rejected=rejected,
         prints=prints,

@@ -22,24 +22,19 @@ def shard(model: nn.Module, world: World, blocks: Iterable[nn.Module] = ()) -> n
     """Cut the parameters of `model` over ranks, in place, and put them on the ranks' devices.
 
     A block is whole only while it computes; what is in none, while the model does. All ranks
-    start from the first rank's weights. Alone, there is nothing to cut. Collective.
+    start from the first rank's weights. What is a single number stays whole on every rank.
+    Alone, there is nothing to cut. Collective.
 
     Raises:
         ConfigError: a parameter cannot be cut.
     """
     if world.size == 1:
         return model.to(world.device)
-    from torch.distributed import group
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed import DeviceMesh, group  # type: ignore[attr-defined]
     from torch.distributed.fsdp import fully_shard
 
     named = dict(model.named_parameters())
-    for name, parameter in named.items():
-        if not parameter.dim():
-            raise ConfigError(
-                f"parallel=fsdp cuts parameters along their first axis, and {name} has none",
-                "the shape (1,) for it, or parallel=ddp",
-            )
+    single = {parameter for parameter in named.values() if not parameter.dim()}
     # Of the group there is: where that is gloo on GPUs, torch would make one of NCCL.
     mesh = DeviceMesh.from_group(group.WORLD, world.device.type)  # type: ignore[arg-type]
     for part in (*_innermost_first(model, blocks), model):
@@ -49,7 +44,7 @@ def shard(model: nn.Module, world: World, blocks: Iterable[nn.Module] = ()) -> n
                 world.all_from_first(parameter.data)
         # The root, too, is cut again after its forward pass: an average that is put into the
         # weights between two evaluations would not reach what is still gathered.
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, ignored_params=single)
     if lost := named.keys() ^ dict(model.named_parameters()).keys():
         raise ConfigError(
             f"parallel=fsdp would cut {', '.join(sorted(lost))} twice: blocks share it",
@@ -106,16 +101,23 @@ def held(tensors: Iterable[Any]) -> list[Tensor]:
 
 
 def sums_and_norm(
-    local: Tensor, norm: Tensor, model: nn.Module, world: World
+    local: Tensor, grads: list[Tensor], model: nn.Module, world: World
 ) -> tuple[Tensor, Tensor]:
-    """Return `local`, summed over ranks, and the norm of the gradient, given that of what is here.
+    """Return `local`, summed over ranks, and the norm of the gradient, of which `grads` are here.
 
-    Collective, but once.
+    Parameters that are a single number cannot be cut: their gradients are averaged in passing,
+    for it takes no further collective.
     """
     if not is_sharded(model):
-        return world.all_sum(local), norm
-    both = world.all_sum(torch.cat([local, norm.square().view(1)]))
-    return both[:-1], both[-1].sqrt()
+        return world.all_sum(local), torch.nn.utils.get_total_norm(grads).double()
+    rows, single = [g for g in grads if g.dim()], [g for g in grads if not g.dim()]
+    square = torch.nn.utils.get_total_norm(rows).double().square()
+    total = world.all_sum(torch.stack([*local, square, *(g.double() for g in single)]))
+    num = len(local)
+    sums, square, means = total[:num], total[num], total[num + 1 :] / world.size
+    for grad, mean in zip(single, means, strict=True):
+        grad.copy_(mean)
+    return sums, (square + means.square().sum()).sqrt()
 
 
 def gathered(tensor: Any) -> Tensor:
@@ -131,11 +133,6 @@ def cut_like(whole: Tensor, target: Any) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     local, first = rows_of(target)
-    return DTensor.from_local(
-        whole[first : first + len(local)].to(local.device),
-        target.device_mesh,
-        target.placements,
-        run_check=False,
-        shape=target.shape,
-        stride=target.stride(),
-    )
+    rows = whole[first : first + len(local)].to(local.device)
+    form: dict[str, Any] = {"shape": target.shape, "stride": target.stride(), "run_check": False}
+    return DTensor.from_local(rows, target.device_mesh, target.placements, **form)

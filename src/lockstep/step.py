@@ -97,11 +97,12 @@ def train_step(
     if scaler:
         scaler.unscale_(optimizer)
     grads = held(p.grad for p in model.parameters() if p.grad is not None)
-    norm = torch.nn.utils.get_total_norm(grads).double()
-    if not leaf_sum:
+    if leaf_sum:
+        norm = torch.nn.utils.get_total_norm(grads).double()
+    else:
         # One collective carries every sum: a second one would be a second place
         # where a rank that took a different branch keeps the others waiting.
-        sums, norm = sums_and_norm(local_rows.sum(dim=0), norm, model, world)
+        sums, norm = sums_and_norm(local_rows.sum(dim=0), grads, model, world)
     loss_sum, weight = sums[0], torch.ones_like(sums[1]) if totals else sums[1]
 
     # Ranks hold the *average* of the summed gradients, or with `leaf_sum` the sum; times

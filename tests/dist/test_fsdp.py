@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.evaluation import evaluating
 from lockstep.sharding import gathered, held, is_cut, shard
 from lockstep.task import Context
-from lockstep.testing import FakeWorld, TinyTask, run_ranks
+from lockstep.testing import TinyTask, run_ranks
 
 ROUNDING = 1e-12
 MARK = 500.0
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Rows that four ranks cannot share evenly, and a parameter of a single one."""
+    """Rows that four ranks cannot share evenly, a parameter of a single one, and one of none."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -40,10 +40,10 @@ class Net(nn.Module):
         normalised = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(6))
         self.blocks = nn.ModuleList([Block(), normalised if norm else Block()])
         self.last = nn.Linear(6, 3)
-        self.gain = nn.Parameter(torch.ones(1))
+        self.gain, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.last(self.features(x)) * self.gain
+        made = self.last(self.features(x)) * self.gain + self.shift
         if x.max() >= MARK:  # adds nothing, and its gradient is no number, in this one row
             made = made + (self.gain - self.gain.detach()).sqrt()
         return made
@@ -318,10 +318,9 @@ def shard_tied() -> None:
 def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set parallel to ddp"):
         config_for(tmp_path, exact=True)
-    scalar = nn.Linear(2, 2)
-    scalar.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
-    with pytest.raises(ConfigError, match="along their first axis, and scale has none"):
-        shard(scalar, FakeWorld(size=2))
+    more = {"precision": "fp16", "max_steps": 1}
+    (said, _) = run_ranks(2, problem_of, train_here, Deep, tmp_path, more)
+    assert said == "parallel=fsdp with fp16 needs parameters with an axis"
     said = run_ranks(2, problem_of, shard_tied)
     assert said == ["parallel=fsdp would cut blocks.1.wide.weight twice: blocks share it"] * 2
 
