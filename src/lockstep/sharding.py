@@ -78,6 +78,13 @@ def gathered_whole(model: nn.Module, unless: bool = False) -> Iterator[None]:
             part.reshard()
 
 
+def raise_if_out_of_reach(error: RuntimeError) -> None:
+    """Say in our words that a forward pass has met rows where it needs the whole."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        problem = "parallel=fsdp: weights are used outside of the call of their block"
+        raise ConfigError(problem, "Task.blocks with what is called as a module") from error
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Say whether a model is cut over ranks: each of its forward passes is then a collective."""
     return hasattr(type(model), "unshard")

@@ -179,7 +179,8 @@ class Task:
     ) -> Mapping[str, tuple[Tensor, Tensor | float]] | PartialLoss | Tensor:
         """Return named (sum, weight) pairs of one held-out batch; by default the loss.
 
-        A sum may be a tensor of any shape, a confusion matrix say, for `derive` to read.
+        A sum may be a tensor of any shape, a confusion matrix say, for `derive` to read. Keep
+        nothing of a batch that does not count (`context.counts`): it is another rank's, too.
         """
         return self.loss(model, batch, context)
 

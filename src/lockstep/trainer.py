@@ -27,7 +27,7 @@ from lockstep.runtime import World
 from lockstep.saver import Saver
 from lockstep.schedule import build_schedule
 from lockstep.setup import Run, check_alike, prepare
-from lockstep.sharding import gathered_whole
+from lockstep.sharding import gathered_whole, raise_if_out_of_reach
 from lockstep.signals import EXIT_CODES, StopSignals
 from lockstep.step import StepReport, train_step
 from lockstep.task import Context, Task
@@ -157,6 +157,7 @@ class Trainer:
             problem = error.problem
         except RuntimeError as error:
             raise_if_not_deterministic(error)
+            raise_if_out_of_reach(error)
             raise
         else:
             self.took(report, batch)

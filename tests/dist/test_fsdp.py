@@ -99,6 +99,14 @@ class Deep(TinyTask):
         return {"drawn": float(context.world.all_sum(value))}
 
 
+class Reaching(Deep):
+    """Uses a block's weights without calling it."""
+
+    def loss(self, model: Any, batch: Any, context: Context) -> PartialLoss:
+        made = nn.functional.linear(batch["x"], model.first.weight)
+        return PartialLoss(made.sum(), 1.0)
+
+
 class Normalised(Deep):
     def build_model(self) -> nn.Module:
         return Net(norm=True).double()
@@ -321,6 +329,8 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     more = {"precision": "fp16", "max_steps": 1}
     (said, _) = run_ranks(2, problem_of, train_here, Deep, tmp_path, more)
     assert said == "parallel=fsdp with fp16 needs parameters with an axis"
+    said = run_ranks(2, problem_of, train_here, Reaching, tmp_path, {"max_steps": 1})
+    assert said == ["parallel=fsdp: weights are used outside of the call of their block"] * 2
     said = run_ranks(2, problem_of, shard_tied)
     assert said == ["parallel=fsdp would cut blocks.1.wide.weight twice: blocks share it"] * 2
 
