@@ -87,13 +87,12 @@ def evaluate(
         for micro_batch in _all_have(batches, world) if keeps_company else batches:
             place = micro_batch.leaf.place
             seed_torch(world.device, seed, "torch", "evaluation", place)
-            counts = micro_batch.counts
-            context = Context(world, seed, step, place, training=False, counts=counts)
+            context = Context(world, seed, step, place, training=False, counts=micro_batch.counts)
             counted = task.weights(micro_batch.data, context)
             own = {name: number(n, world.device).clamp(min=1) for name, n in counted.items()}
             with autocast or nullcontext():
                 result = task.evaluate(model, micro_batch.data, replace(context, weights=own))
-            if not counts:  # and comes first: what it has left in the metrics goes
+            if not micro_batch.counts:  # and comes first: what it has left in the metrics goes
                 for metric in metrics.values():
                     metric.reset()
                 continue

@@ -9,7 +9,7 @@ rows of it, as many as any other but for the last ones, which may have fewer or 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -129,8 +129,7 @@ def sums_and_norm(
 
 def gathered(tensor: Any) -> Tensor:
     """Return all of a tensor. Collective where it is cut."""
-    whole: Tensor = tensor.detach().full_tensor() if is_cut(tensor) else tensor
-    return whole
+    return cast(Tensor, tensor.detach().full_tensor() if is_cut(tensor) else tensor)
 
 
 def cut_like(whole: Tensor, target: Any) -> Tensor:

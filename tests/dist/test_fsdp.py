@@ -275,6 +275,25 @@ def test_batch_norm_over_ranks_works_in_a_cut_model(tmp_path: Path) -> None:
     assert apart(tmp_path / "fsdp", tmp_path / "ddp") < ROUNDING
 
 
+class Own(Normalised):
+    """Running statistics that differ between ranks, and lie in the second one's share."""
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=lr)
+
+    def eval_data(self) -> Any:
+        return None  # or the ranks' would be alike again by the end
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_shares_hold_the_first_ranks_running_statistics(parallel: str, tmp_path: Path) -> None:
+    more = {"parallel": parallel, "averages": (), "max_steps": 2, "batch": {"batch_size": 4}}
+    for sharded in (True, False):
+        train(2, tmp_path / str(sharded), Own, sharded=sharded, **more)
+    shared, whole = (newest(tmp_path / name).load("model") for name in ("True", "False"))
+    assert [name for name in whole if not torch.equal(whole[name], shared[name])] == []
+
+
 # --- What one rank holds ------------------------------------------------------------------------
 
 
