@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lockstep.sharding import cut_like, held
+
 
 class Averages:
     """Exponential moving averages of a model's trained weights, one per decay."""
@@ -28,7 +30,7 @@ class Averages:
         """
         for decay, copies in self.copies.items():
             warm = min(decay, (1 + step) / (10 + step))
-            torch._foreach_lerp_(copies, self._sources, 1 - warm)
+            torch._foreach_lerp_(held(copies), held(self._sources), 1 - warm)
 
     @contextmanager
     def applied(self, decay: float) -> Iterator[None]:
@@ -54,4 +56,4 @@ class Averages:
     def load_state(self, decay: float, state: Mapping[str, Tensor]) -> None:
         """Take back what `state` returned."""
         for name, copy in zip(self._names, self.copies[decay], strict=True):
-            copy.copy_(state[name])
+            copy.copy_(cut_like(state[name], copy))

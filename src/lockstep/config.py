@@ -107,6 +107,8 @@ class RunConfig(BaseModel):
     averages: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     sync_batch_norm: bool = False
     """Let batch normalisation see the micro-batches of all ranks together."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """`ddp`: every rank has the model. `fsdp`: ranks have some rows of every parameter each."""
     exact: bool = False
     """Add everything up in one order, so that any number of ranks gives the same bits."""
     num_threads: PositiveInt | None = None
@@ -127,7 +129,9 @@ class RunConfig(BaseModel):
     """Go on from a checkpoint although batch, rate or data have changed since."""
 
     @model_validator(mode="after")
-    def _one_batch_norm(self) -> Self:
+    def _one_exactness(self) -> Self:
+        if self.exact and self.parallel == "fsdp":
+            raise ValueError("exact adds whole gradients, fsdp cuts them: set parallel to ddp")
         if self.exact and self.sync_batch_norm:
             raise ValueError(
                 "exact normalises each micro-batch by itself, sync_batch_norm those of all ranks "

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.agreement import together
-from lockstep.data.loader import LoaderConfig, read_held_out
+from lockstep.data.held_out import read_held_out
+from lockstep.data.loader import LoaderConfig
 from lockstep.data.order import share
+from lockstep.data.reader import MicroBatch
 from lockstep.exact import TreeSum, sum_nodes
 from lockstep.randomness import seed_torch
 from lockstep.runtime import World
+from lockstep.sharding import is_sharded
 from lockstep.step import as_partial, number
 from lockstep.task import Context, PartialLoss, Task
 
@@ -57,8 +60,9 @@ def evaluate(
     Sums and weights travel in float64 and are divided once, at the end: a mean
     of means would weigh a rank's short last batch too much. They are added along one tree
     over the batches, so that the number of ranks does not show in the last bit either.
+    Where the model is cut over ranks, all make as many passes.
     """
-    metrics = task.metrics()
+    metrics, keeps_company = task.metrics(), is_sharded(model)
     for metric in metrics.values():
         metric.reset()
         if isinstance(metric, nn.Module):
@@ -79,14 +83,19 @@ def evaluate(
         num_added[name] = index + 1
 
     def measure() -> None:
-        for micro_batch in read_held_out(data, batch_size, world, seed, task.collate, loader):
+        batches = read_held_out(data, batch_size, world, seed, task.collate, loader, keeps_company)
+        for micro_batch in _all_have(batches, world) if keeps_company else batches:
             place = micro_batch.leaf.place
             seed_torch(world.device, seed, "torch", "evaluation", place)
-            context = Context(world, seed, step, place, training=False)
+            context = Context(world, seed, step, place, training=False, counts=micro_batch.counts)
             counted = task.weights(micro_batch.data, context)
             own = {name: number(n, world.device).clamp(min=1) for name, n in counted.items()}
             with autocast or nullcontext():
                 result = task.evaluate(model, micro_batch.data, replace(context, weights=own))
+            if not micro_batch.counts:  # and comes first: what it has left in the metrics goes
+                for metric in metrics.values():
+                    metric.reset()
+                continue
             if not isinstance(result, Mapping):
                 result = _named(as_partial(result, micro_batch))
             for name, (value, weight) in result.items():
@@ -118,6 +127,12 @@ def evaluate(
     }
     measured = {name: float(metric.compute()) for name, metric in metrics.items()}
     return {**task.derive(means), **measured}
+
+
+def _all_have(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatch]:
+    """Yield batches of which all ranks have as many; one that cannot be read fails on all."""
+    while (batch := together(world, lambda: next(batches, None))) is not None:
+        yield batch
 
 
 def _named(partial: PartialLoss) -> dict[str, tuple[Tensor, Tensor | float]]:

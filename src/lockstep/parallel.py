@@ -1,7 +1,8 @@
 """Replicate a model over ranks, and what that does to its gradients and state.
 
 Owns: the wrapper that averages gradients, and the way back to the bare module.
-Does not own: when gradients are exchanged; the step says so.
+Does not own: when gradients are exchanged; the step says so. Nor a model that is cut over
+ranks (`sharding.py`): it has no wrapper, and averages gradients after every micro-batch.
 """
 
 import inspect
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.exact import LeafSum
 from lockstep.runtime import GradBucket, World
+from lockstep.sharding import is_sharded
 
 T = TypeVar("T")
 
@@ -25,7 +27,10 @@ def replicate(model: nn.Module, world: World, leaf_sum: LeafSum | None = None) -
     All ranks start from the first rank's weights. Buffers stay a rank's own: running
     statistics follow the first rank's when they are used (`follow_first`).
     `leaf_sum` sums gradients instead, and keeps statistics, alike for any number of ranks.
+    A model that is cut over ranks is left as it is.
     """
+    if is_sharded(model):
+        return model
     model = model.to(world.device)
     if world.size == 1 or not any(p.requires_grad for p in model.parameters()):
         return model

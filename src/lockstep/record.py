@@ -22,6 +22,7 @@ from lockstep.observe.throughput import Throughput
 from lockstep.resuming import warnings_of
 from lockstep.schedule import warmup_length
 from lockstep.setup import Run
+from lockstep.sharding import is_sharded
 from lockstep.step import StepReport
 
 
@@ -146,6 +147,10 @@ def banner(run: Run) -> list[str]:
             "the training data are a stream: read in the order it comes, from its start again "
             "when it ends; every rank reads all of it, and a resume reads up to where it was"
         )
+    if is_sharded(run.model):
+        num = sum(map(is_sharded, run.model.modules())) - 1
+        blocks = f"{num} blocks gathered in turn" if num else "warning: no block (Task.blocks)"
+        lines.append(f"fsdp: parameters cut over {world.size} ranks, {blocks}")
     if run.config.exact:
         lines.append(
             f"exact: {', '.join(f'{name} {value}' for name, value in run.numerics.items())}"

@@ -47,6 +47,7 @@ FREE: tuple[str, ...] = (
     "sinks",
     "log_every",
     "device",
+    "parallel",
     "evaluation.every_epochs",
     "evaluation.every_steps",
     "evaluation.batch_size",

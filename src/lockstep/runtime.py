@@ -231,6 +231,10 @@ class World:
             dist.all_reduce(value, group=self._group(value))
         return value
 
+    def all_from_first(self, value: Tensor) -> None:
+        """Give `value` the first rank's numbers. Collective."""
+        dist.broadcast(value, 0, group=self._group(value))
+
     def all_sum_with_grad(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks, carrying gradients. Collective."""
         return value if self.size == 1 else sum_over_ranks(value, self)

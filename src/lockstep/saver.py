@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.agreement import together
 from lockstep.checkpoint import BackgroundWriter, Written, share_of, snapshot
 from lockstep.errors import CheckpointError
+from lockstep.parallel import bare, follow_first
 from lockstep.record import Record
 from lockstep.setup import Run
 
@@ -117,7 +118,8 @@ class Saver:
         """Return a copy of what this rank will write: its share, or all of it on the first rank."""
         world = self.run.world
         if not is_sharded:
-            return snapshot(self.run.parts()) if world.is_first else {}
+            return snapshot(self.run.parts(), world.is_first)
+        follow_first(bare(self.run.model), world)  # or each would write statistics of its own
         share = share_of(self.run.parts(), world.rank, world.size)
         return share._replace(tensors=snapshot(share.tensors))
 

@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 from lockstep.agreement import together
 from lockstep.average import Averages
 from lockstep.batch_norm import synchronise_batch_norm
-from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock, load_model_state
+from lockstep.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    FolderLock,
+    load_model_state,
+    load_optimizer,
+    snapshot,
+)
 from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import Loader, StepBatch
@@ -41,6 +48,7 @@ from lockstep.resuming import (
     take_prints,
 )
 from lockstep.runtime import World
+from lockstep.sharding import is_sharded, shard
 from lockstep.step import StepReport
 from lockstep.task import Task
 
@@ -142,13 +150,14 @@ class Run:
         store = CheckpointStore(
             Path(self.config.output_dir) / "non_finite", keep_last=None, recipe=self.task.name
         )
+        parts = snapshot(self.parts(), self.world.is_first)
         if self.world.is_first:
             plan, loader = self.contract.plan, self.loader
             consumed = loader.consumed_before(step)
             epoch, into = divmod(consumed, plan.samples_per_epoch)
             ledger = Ledger.of_epoch(loader.order, plan, epoch, into)
             progress = Progress(step, consumed, self.progress.best, ledger)
-            parts = {**self.parts(), "progress": progress.state()}
+            parts["progress"] = progress.state()
             store.save(step, parts, {**self.meta(progress), "names": [], "metrics": {}})
         return store.path(step)
 
@@ -205,15 +214,11 @@ class Run:
             for group in self.optimizer.param_groups
         ]
         try:
-            self.optimizer.load_state_dict(state)
+            load_optimizer(self.optimizer, state)
         except ValueError as error:
             raise CheckpointError(
                 f"the optimizer's saved state does not fit: {error}", "the same parameter groups"
             ) from error
-        for parameter, kept in self.optimizer.state.items():
-            for name, value in kept.items():  # files hold rows; a fused optimizer wants the layout
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         for group, wanted in zip(self.optimizer.param_groups, asked, strict=True):
             changed = {name: value for name, value in wanted.items() if group[name] != value}
             if changed and not self.config.accept_changes:
@@ -290,11 +295,18 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     loader = together(world, build_loader)
     together(world, lambda: _settle_folder(folder, task, config, world))
     seed_all(config.seed, "weights")
-    model = together(world, task.build_model).to(world.device)
+    model = together(world, task.build_model)
     if config.sync_batch_norm and world.size > 1:
         synchronise_batch_norm(model, world)
+    if config.parallel == "fsdp":
+        together(world, lambda: shard(model, world, task.blocks(model)))
+    else:
+        model.to(world.device)
     optimizer = together(world, lambda: task.build_optimizer(model, contract.effective_lr))
-    precision = choose_precision(config.precision, world.device)
+    precision, is_whole = choose_precision(config.precision, world.device), not is_sharded(model)
+    kind = world.device.type
+    if precision == torch.float16 and not is_whole and not all(p.dim() for p in model.parameters()):
+        raise ConfigError("parallel=fsdp with fp16 needs parameters with an axis", "precision=bf16")
     run = Run(
         task=task,
         config=config,
@@ -306,8 +318,9 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         optimizer=optimizer,
         base_rates=[group["lr"] for group in optimizer.param_groups],
         averages=Averages(model, config.averages),
-        scaler=torch.amp.GradScaler(world.device.type) if precision == torch.float16 else None,
-        autocast=torch.autocast(world.device.type, precision) if precision else None,
+        scaler=torch.amp.GradScaler(kind) if precision == torch.float16 else None,
+        # A cache of the weights, cast, would hold all of them until the end of a pass.
+        autocast=torch.autocast(kind, precision, cache_enabled=is_whole) if precision else None,
         store=store,
         rejected=rejected,
         prints=prints,

@@ -25,6 +25,7 @@ from lockstep.non_finite import move
 from lockstep.parallel import bare, begin_exchanges, local_gradients
 from lockstep.randomness import seed_others, seed_torch
 from lockstep.runtime import World
+from lockstep.sharding import held, sums_and_norm
 from lockstep.task import Context, PartialLoss
 
 Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
@@ -89,21 +90,25 @@ def train_step(
     work = _Backward(loss, model, batch, world, totals, seed, autocast, scaler, leaf_sum)
     rows, names = fit_together(work, model, world) if agree_on_memory else work()
 
-    # One collective carries every sum: a second one would be a second place
-    # where a rank that took a different branch keeps the others waiting.
     local_rows = torch.stack(rows)
-    sums = leaf_sum.total(rows, batch) if leaf_sum else world.all_sum(local_rows.sum(dim=0))
     if leaf_sum:
+        sums = leaf_sum.total(rows, batch)
         leaf_sum.finish()
+    if scaler:
+        scaler.unscale_(optimizer)
+    grads = held(p.grad for p in model.parameters() if p.grad is not None)
+    if leaf_sum:
+        norm = torch.nn.utils.get_total_norm(grads).double()
+    else:
+        # One collective carries every sum: a second one would be a second place
+        # where a rank that took a different branch keeps the others waiting.
+        sums, norm = sums_and_norm(local_rows.sum(dim=0), grads, model, world)
     loss_sum, weight = sums[0], torch.ones_like(sums[1]) if totals else sums[1]
 
     # Ranks hold the *average* of the summed gradients, or with `leaf_sum` the sum; times
     # size / weight, it is the gradient of the global mean. No unit at all leaves no gradient.
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    if scaler:
-        scaler.unscale_(optimizer)
     scale = torch.where(weight > 0, (1 if leaf_sum else world.size) / weight, 0.0)
-    grad_norm = torch.nn.utils.get_total_norm(grads).double() * scale  # before clipping
+    grad_norm = norm * scale  # before clipping
     if max_grad_norm is not None:
         scale = scale * (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, scale.to(grads[0].dtype))

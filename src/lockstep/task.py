@@ -4,7 +4,7 @@ Owns: the contract between what is trained and the core that trains it. Does
 not own: batches, ranks, devices, steps. The core never looks inside a batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,10 @@ class Task:
     """The loss compares the samples of all ranks of a micro-batch. A run then goes on with the
     same number of them (batch_size x ranks) only: with another, it would be another loss."""
 
+    calls_alike: bool = False
+    """`finish_evaluation` calls the model as a module, as often on every rank. Under
+    `parallel=fsdp` it then does without all of the weights on each of them."""
+
     may_change: tuple[str, ...] = ()
     """Which of `settings` may change before a run goes on, by their dotted names: where data lie,
     what is drawn. Any other that has changed is refused."""
@@ -144,6 +148,15 @@ class Task:
         """Compile `model` in place; a stack of equal blocks compiles faster block by block."""
         model.compile()
 
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """Return what `parallel=fsdp` gathers as one: by default what is in a list of modules.
+
+        Each is called as a module (its weights are nowhere else in reach), and has parameters
+        that no other has.
+        """
+        lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
+        return [block for blocks in lists for block in blocks]
+
     def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss | Tensor:
         """Return the summed loss of a micro-batch and its weight.
 
@@ -166,7 +179,8 @@ class Task:
     ) -> Mapping[str, tuple[Tensor, Tensor | float]] | PartialLoss | Tensor:
         """Return named (sum, weight) pairs of one held-out batch; by default the loss.
 
-        A sum may be a tensor of any shape, a confusion matrix say, for `derive` to read.
+        A sum may be a tensor of any shape, a confusion matrix say, for `derive` to read. Keep
+        nothing of a batch that does not count (`context.counts`): it is another rank's, too.
         """
         return self.loss(model, batch, context)
 

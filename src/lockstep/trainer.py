@@ -27,6 +27,7 @@ from lockstep.runtime import World
 from lockstep.saver import Saver
 from lockstep.schedule import build_schedule
 from lockstep.setup import Run, check_alike, prepare
+from lockstep.sharding import gathered_whole, raise_if_out_of_reach
 from lockstep.signals import EXIT_CODES, StopSignals
 from lockstep.step import StepReport, train_step
 from lockstep.task import Context, Task
@@ -135,7 +136,8 @@ class Trainer:
         What does not fit in memory is taken again in pieces of half the size.
         """
         run, config = self.run, self.run.config
-        is_alone = run.world.size == 1 or not (run.task.gathers or config.sync_batch_norm)
+        talks = run.task.gathers or config.sync_batch_norm or config.parallel == "fsdp"
+        is_alone = run.world.size == 1 or not talks
         try:
             report = train_step(
                 run.task.loss,
@@ -156,6 +158,7 @@ class Trainer:
             problem = error.problem
         except RuntimeError as error:
             raise_if_not_deterministic(error)
+            raise_if_out_of_reach(error)
             raise
         else:
             self.took(report, batch)
@@ -243,6 +246,9 @@ class Trainer:
         """Evaluate the weights and their first average; say if they are the best. Collective."""
         run, config, model = self.run, self.run.config, bare(self.run.model)
         began, step = time.monotonic(), run.progress.step
+        is_alike = (
+            run.task.calls_alike or type(run.task).finish_evaluation is Task.finish_evaluation
+        )
         self.evaluated_step = step
         follow_first(model, run.world)
 
@@ -261,7 +267,7 @@ class Trainer:
 
         def finish() -> None:
             context = Context(run.world, config.seed, step, 0, training=False)
-            with run.autocast or nullcontext():
+            with run.autocast or nullcontext(), gathered_whole(model, unless=is_alike):
                 made = together(
                     run.world,
                     lambda: run.task.finish_evaluation(model, context, config.output_dir),

@@ -73,6 +73,7 @@ class Flags(argparse.ArgumentParser):
         add("--resume", default="auto", help="auto, never, discard, or a checkpoint")
         add("--accept_changes", action="store_true", help="resume though batch, rate, data changed")
         add("--exact", action="store_true", help="the same bits on any number of GPUs")
+        add("--parallel", choices=["ddp", "fsdp"], default="ddp", help="fsdp: cut over the GPUs")
         add("--device", choices=["auto", "cpu", "cuda"], default="auto")
         add("--seed", type=int, default=0)
         add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting")
@@ -128,6 +129,7 @@ def run_config(args: argparse.Namespace, **own: Any) -> RunConfig:
         "evaluation": {"every_epochs": args.eval_interval},
         "checkpoint": {"every_epochs": args.save_interval},
         "exact": args.exact,
+        "parallel": args.parallel,
         "device": args.device,
         "log_every": args.log_interval,
         "resume": args.resume,

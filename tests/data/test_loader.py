@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep import Loader
-from lockstep.data.loader import LoaderConfig, StepBatch, read_held_out
+from lockstep.data.held_out import read_held_out
+from lockstep.data.loader import LoaderConfig, StepBatch
 from lockstep.data.order import Ids, Shuffled, consumed_after
 from lockstep.errors import ConfigError, DataError
 from lockstep.plan import BatchConfig, plan_batches

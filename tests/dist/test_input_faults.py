@@ -236,6 +236,7 @@ OTHER: dict[str, Any] = {
     "precision": "bf16",
     "averages": [0.5],
     "device": "cuda",
+    "parallel": "fsdp",
     "resume": "never",
     "loader.on_bad_sample": "skip",
     "rate.lr_scaling": "sqrt",

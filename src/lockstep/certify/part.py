@@ -60,7 +60,8 @@ class Part:
             "sinks": SinkConfig(curves=False),
         }
         if self.exact:
-            update |= {"exact": True, "sync_batch_norm": False}  # one or the other
+            # One or the other.
+            update |= {"exact": True, "sync_batch_norm": False, "parallel": "ddp"}
         config = config.model_copy(update=update)
         if self.most_ranks:
             same = one_batch(task, config, world_size, self.most_ranks)

@@ -24,6 +24,7 @@ from lockstep.data.loader import StepBatch
 from lockstep.data.reader import MicroBatch
 from lockstep.parallel import bare
 from lockstep.setup import Run
+from lockstep.sharding import gathered
 from lockstep.step import StepReport
 
 Hashes = dict[str, str]
@@ -110,12 +111,10 @@ class Tracer:
             file.write(json.dumps(said) + "\n")
 
     def _keep_values(self, step: int) -> None:
-        """Keep the weights themselves, for what is equal only to rounding."""
+        """Keep the weights themselves, for what is equal only to rounding. Collective."""
+        named = [*self.model.named_parameters(), *_statistics(self.model).items()]
+        kept = {name: gathered(value).detach().cpu() for name, value in named}
         if self.run.world.is_first:
-            kept = {name: p.detach().cpu() for name, p in self.model.named_parameters()}
-            kept |= {
-                name: buffer.detach().cpu() for name, buffer in _statistics(self.model).items()
-            }
             torch.save(kept, self.folder / f"values_{step}.pt")
 
     def _take_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -197,7 +196,7 @@ def hash_rows(tree: Any, num: int) -> list[str]:
 
 def _feed(digest: Any, node: Any) -> None:
     if isinstance(node, Tensor):
-        flat = node.detach().cpu().contiguous().reshape(-1)
+        flat = gathered(node).detach().cpu().contiguous().reshape(-1)
         digest.update(f"{node.dtype}{tuple(node.shape)}".encode())
         digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     elif isinstance(node, np.ndarray) and node.dtype != object:

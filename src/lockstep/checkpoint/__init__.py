@@ -6,7 +6,14 @@ a run should do when nothing can be loaded.
 
 from lockstep.checkpoint.layout import Checkpoint, Written
 from lockstep.checkpoint.lock import FolderLock
-from lockstep.checkpoint.state import flatten, load_model_state, share_of, snapshot, unflatten
+from lockstep.checkpoint.state import (
+    flatten,
+    load_model_state,
+    load_optimizer,
+    share_of,
+    snapshot,
+    unflatten,
+)
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import BackgroundWriter
 
@@ -18,6 +25,7 @@ __all__ = [
     "Written",
     "flatten",
     "load_model_state",
+    "load_optimizer",
     "share_of",
     "snapshot",
     "unflatten",

@@ -13,8 +13,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.errors import CheckpointError
+from lockstep.sharding import cut_like, gathered, is_cut, rows_of
 
 FILE_DTYPES: Final = {
     torch.float64: "F64",
@@ -81,7 +83,9 @@ def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
         node = {"tensor": name}
         if dtype:
             node["dtype"] = dtype
-        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        # What is cut has rows here or none, and ranks must say the same of it.
+        where = name if is_cut(tensor) else tensor.data_ptr()
+        memory = (tensor.device, where, tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and (first := first_names.setdefault(memory, name)) != name:
             node["tied_to"], stored = first, tensors[first]
         tensors[name] = stored
@@ -138,8 +142,13 @@ def share_of(parts: Mapping[str, Any], rank: int = 0, size: int = 1) -> Share:
 
     The tensors are laid end to end, and each rank takes the rows that begin in
     its part of those bytes: as much as any other, to a row. No tensor is copied.
+    Where ranks have rows of their own, each takes those, and the first what all have.
     """
     flat = {part: flatten(tree) for part, tree in parts.items()}
+    if any(is_cut(tensor) for tensors, _ in flat.values() for tensor in tensors.values()):
+        if size == 1:
+            raise CheckpointError("a rank alone has not all rows of what is cut", "save_from")
+        return _share_of_rows(flat, rank, size)
     total = num_bytes(t for tensors, _ in flat.values() for t in tensors.values())
     # What is empty lies between two bytes, at the very end perhaps: it is the last rank's there.
     begin, end = total * rank // size, total * (rank + 1) // size + (rank + 1 == size)
@@ -162,18 +171,41 @@ def share_of(parts: Mapping[str, Any], rank: int = 0, size: int = 1) -> Share:
     return share
 
 
+def _share_of_rows(
+    flat: Mapping[str, tuple[dict[str, Tensor], Any]], rank: int, size: int
+) -> Share:
+    share = Share({}, {}, {part: skeleton for part, (_, skeleton) in flat.items()}, rank, size)
+    for part, (tensors, _) in flat.items():
+        pieces: dict[str, Tensor] = share.tensors.setdefault(part, {})
+        for name, tensor in tensors.items():
+            rows, first = rows_of(tensor) if is_cut(tensor) else (tensor, 0)
+            if is_cut(tensor) and len(rows):
+                pieces[name] = rows
+                share.cuts.setdefault(part, {})[name] = (first, len(tensor))
+            elif rank == 0:  # what all have, or what has no row at all
+                pieces[name] = rows
+    return share
+
+
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return how much room the tensors take in a file."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def snapshot(tree: Any) -> Any:
-    """Return a copy in host memory that no later step can change.
+def snapshot(tree: Any, is_wanted: bool = True) -> Any:
+    """Return a copy in host memory that no later step can change; none if it is not wanted.
 
-    Ties stay ties; tensors come back contiguous, detached and on the CPU.
+    Ties stay ties; tensors come back contiguous, detached and on the CPU. Those that are cut
+    over ranks come back whole, one after the other: collective, where there are any.
     """
     tensors, skeleton = flatten(tree)
-    copies = {id(tensor): _host_copy(tensor) for tensor in tensors.values()}
+    copies: dict[int, Tensor] = {}
+    for tensor in tensors.values():
+        whole = gathered(tensor)
+        if is_wanted and id(tensor) not in copies:
+            copies[id(tensor)] = _host_copy(whole)
+    if not is_wanted:
+        return {}
     return unflatten(skeleton, {name: copies[id(tensor)] for name, tensor in tensors.items()})
 
 
@@ -201,11 +233,38 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             "the saved weights do not fit this model:\n    " + "\n    ".join(shown),
             "build the model with the settings stored in the checkpoint",
         )
-    model.load_state_dict(state)
+    model.load_state_dict({name: cut_like(state[name], expected[name]) for name in expected})
 
 
-def _storable(tensor: Tensor, path: tuple[str, ...]) -> tuple[Tensor, str | None]:
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load an optimizer's state, of each parameter what this rank has of it.
+
+    Raises:
+        ValueError: it has other parameter groups.
+    """
+    # Before torch moves them to the device, which might not hold them whole.
+    own = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    placed = {
+        index: {name: _placed(value, own[index]) for name, value in kept.items()}
+        for index, kept in state["state"].items()
+        if index in own
+    }
+    optimizer.load_state_dict({**state, "state": {**state["state"], **placed}})
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():  # files hold rows; a fused optimizer wants the layout
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _placed(value: Any, parameter: Tensor) -> Any:
+    is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
+    return cut_like(value, parameter) if is_alike else value
+
+
+def _storable(tensor: Any, path: tuple[str, ...]) -> tuple[Tensor, str | None]:
     """Return the tensor as a file can hold it, and its dtype where that had to be hidden."""
+    if is_cut(tensor) and tensor.placements[0].is_shard(0) and tensor.dtype in FILE_DTYPES:
+        return tensor.detach(), None
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise _unsupported(path, f"is a {_type_name(tensor)}, which only looks like a tensor")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.agreement import together
 from lockstep.checkpoint.layout import (
@@ -35,7 +36,7 @@ from lockstep.checkpoint.layout import (
 )
 from lockstep.checkpoint.layout import Checkpoint as Checkpoint
 from lockstep.checkpoint.lock import FolderLock as FolderLock
-from lockstep.checkpoint.state import Share, load_model_state, share_of
+from lockstep.checkpoint.state import Share, load_model_state, load_optimizer, share_of, snapshot
 from lockstep.errors import CheckpointError, closest
 from lockstep.parallel import bare
 from lockstep.runtime import World
@@ -196,8 +197,9 @@ class CheckpointStore:
         """
 
         def save() -> None:
+            parts = snapshot({n: bare(o).state_dict() for n, o in objects.items()}, world.is_first)
             if world.is_first:
-                self.save(step, {name: bare(o).state_dict() for name, o in objects.items()}, {})
+                self.save(step, parts, {})
 
         together(world, save)
 
@@ -215,6 +217,8 @@ class CheckpointStore:
         for name, target in objects.items():
             if isinstance(target, nn.Module):
                 load_model_state(bare(target), checkpoint.load(name))
+            elif isinstance(target, Optimizer):
+                load_optimizer(target, checkpoint.load(name))
             else:
                 target.load_state_dict(checkpoint.load(name))
         return checkpoint.step

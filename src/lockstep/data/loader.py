@@ -5,7 +5,6 @@ and handing them out a step at a time. Does not own: the order, the reading of a
 leaf, the copy to the device.
 """
 
-import logging
 import math
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
@@ -38,8 +37,6 @@ from lockstep.data.workers import read_in_workers
 from lockstep.errors import ConfigError, DataError
 from lockstep.plan import BatchConfig, BatchPlan, plan_batches, resume_plan
 from lockstep.runtime import World
-
-_log = logging.getLogger("lockstep")
 
 STREAM_LENGTH = 2**62
 """A stream is one endless epoch, in which a sample's id is its position."""
@@ -166,32 +163,13 @@ class Loader:
             return leaves_of(self.plan, step - self._shift, rank)
 
         wanted = (leaf for step in steps for leaf in leaves(step))
-        read = _read(self._reader, wanted, self._config, self._world)
+        read = read_leaves(self._reader, wanted, self._config, self._world)
         for step in steps:
             mine = [next(read) for _ in leaves(step)]
             # Consumed, not fetched: whoever saves inside the loop body has trained on this step.
             self.consumed = consumed_after(self.plan, step - self._shift)
             num_leaves = num_leaves_of(self.plan, step - self._shift)
             yield StepBatch(step, mine[0].leaf.epoch, mine, self.consumed, num_leaves)
-
-
-def read_held_out(
-    dataset: Any, batch_size: int, world: World, seed: int, collate: Collate, config: LoaderConfig
-) -> Iterator[MicroBatch]:
-    """Yield this rank's share of a held-out set, each sample on exactly one rank.
-
-    Batches are cut before they are shared out, so they are the same batches for
-    every number of ranks.
-    """
-    num_leaves = -(-len(dataset) // batch_size)
-    plan = BatchPlan(len(dataset), batch_size, num_leaves, len(dataset), world.size)
-    mine = [leaf for leaf in leaves_of(plan, 0, world.rank) if not leaf.borrowed]
-    order = Sequential(len(dataset))
-    reader = build_reader(dataset, order, seed, collate, config.on_bad_sample)
-    for micro_batch in _read(reader, mine, config, world):
-        for fault in micro_batch.faults:
-            _log.warning("rank %d, evaluation: %s", world.rank, fault)
-        yield micro_batch
 
 
 def plan_for(dataset: Any, batch: BatchConfig, world_size: int) -> BatchPlan:
@@ -202,7 +180,7 @@ def plan_for(dataset: Any, batch: BatchConfig, world_size: int) -> BatchPlan:
     return replace(plan, num_samples=STREAM_LENGTH, samples_per_epoch=STREAM_LENGTH)
 
 
-def _read(
+def read_leaves(
     reader: LeafReader, leaves: Iterable[Leaf], config: LoaderConfig, world: World
 ) -> Iterator[MicroBatch]:
     """Read leaves, in worker processes and a few ahead if asked, and move them to the device."""

@@ -12,7 +12,7 @@ gradient: a volume here is drawn to or pushed from reports there. More GPUs then
 negatives. A gather without gradient would show the same loss and take a wrong step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -34,7 +34,7 @@ from lockstep_recipes.ctclip.evaluate import (
     retrieval_at_1,
     zero_shot_scores,
 )
-from lockstep_recipes.ctclip.model import CTClip, CTViT, LocalTower, WordTower
+from lockstep_recipes.ctclip.model import CTClip, CTViT, Layer, LocalTower, WordTower
 from lockstep_recipes.ctclip.text import LocalTokenizer, Vocabulary
 
 Batch = Mapping[str, Tensor]
@@ -149,6 +149,11 @@ class CTClipTask(Task):
         ]
         return AdamW(groups, lr, BETAS, fused=all(p.is_cuda for p in trained))
 
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """Return what is called as a module: of an image layer its parts."""
+        for block in super().blocks(model):
+            yield from block.children() if isinstance(block, Layer) else (block,)
+
     # --- loss ---------------------------------------------------------------------------------
 
     def loss(self, model: nn.Module, batch: Batch, context: Context) -> PartialLoss:
@@ -190,7 +195,8 @@ class CTClipTask(Task):
         """Keep the directions of held-out volumes and reports; nothing is measured yet."""
         made = model(batch["volume"], batch["tokens"])
         kept = {name: made[name] for name in ("image", "text")}
-        self._seen.append(kept | {name: batch[name] for name in ("labels", "report")})
+        if context.counts:
+            self._seen.append(kept | {name: batch[name] for name in ("labels", "report")})
         return {}
 
     def finish_evaluation(

@@ -146,6 +146,7 @@ class JiTTask(Task):
     """
 
     name = "jit"
+    calls_alike = True
     may_change = (
         "data",
         "val",

@@ -62,25 +62,32 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture
 def uneven(settings):
-    def make(name: str, batch_size: int, loss: str = "softmax", codes=None) -> CTClipConfig:
+    def make(
+        name: str, batch_size: int, loss: str = "softmax", codes=None, parallel="ddp"
+    ) -> CTClipConfig:
         return settings(
             {
                 "experiment": {"name": name},
                 "data": {"batch_size": batch_size, "drop_last": False},
                 "model": {"clip": {"loss": loss}, "image_encoder": {"codebook_size": codes}},
                 "training": {"max_steps": STEPS},
+                "lockstep": {"parallel": parallel},
             }
         )
 
     return make
 
 
-@pytest.mark.parametrize(("loss", "codes"), [("softmax", None), ("siglip", None), ("siglip", 8)])
-def test_ranks_equal_one_with_negatives_from_all_of_them(loss, codes, uneven) -> None:
+@pytest.mark.parametrize(
+    ("loss", "codes", "parallel"),
+    [("softmax", None, "ddp"), ("siglip", None, "fsdp"), ("siglip", 8, "ddp")],
+)
+def test_ranks_equal_one_with_negatives_from_all_of_them(loss, codes, parallel, uneven) -> None:
     one = uneven("one", 8, loss, codes)
     metrics = run_ranks(1, train, DoubleTask(one))
     for ranks in (2, 4):
-        many = uneven(f"ranks_{ranks}", 8 // ranks, loss, codes)
+        mode = parallel if ranks == 2 else "ddp"
+        many = uneven(f"ranks_{ranks}", 8 // ranks, loss, codes, mode)
         measured = run_ranks(ranks, train, DoubleTask(many))
         assert apart(weights(many.folder), weights(one.folder)) < 1e-10
         assert losses(many.folder) == pytest.approx(losses(one.folder), rel=1e-12)

@@ -1,0 +1,43 @@
+"""This rank's batches of a held-out set.
+
+Owns: how they are cut and shared out. Does not own: what is measured on them.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.data.loader import LoaderConfig, read_leaves
+from lockstep.data.order import Sequential, leaves_of
+from lockstep.data.reader import Collate, MicroBatch, build_reader
+from lockstep.plan import BatchPlan
+from lockstep.runtime import World
+
+_log = logging.getLogger("lockstep")
+
+
+def read_held_out(
+    dataset: Any,
+    batch_size: int,
+    world: World,
+    seed: int,
+    collate: Collate,
+    config: LoaderConfig,
+    borrows: bool = False,
+) -> Iterator[MicroBatch]:
+    """Yield this rank's share of a held-out set, each sample on exactly one rank.
+
+    Batches are cut before they are shared out, so they are the same batches for
+    every number of ranks. A rank that `borrows` has as many as any other: one that
+    does not count comes first.
+    """
+    num_leaves = -(-len(dataset) // batch_size)
+    plan = BatchPlan(len(dataset), batch_size, num_leaves, len(dataset), world.size)
+    leaves = sorted(leaves_of(plan, 0, world.rank), key=lambda leaf: not leaf.borrowed)
+    mine = [leaf for leaf in leaves if borrows or not leaf.borrowed]
+    order = Sequential(len(dataset))
+    reader = build_reader(dataset, order, seed, collate, config.on_bad_sample)
+    for micro_batch in read_leaves(reader, mine, config, world):
+        for fault in micro_batch.faults:
+            _log.warning("rank %d, evaluation: %s", world.rank, fault)
+        yield micro_batch
