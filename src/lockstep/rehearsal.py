@@ -13,6 +13,8 @@ from lockstep.runtime import is_rehearsal
 
 FOLDER = "rehearsal"
 STEPS = 4
+WAITS_S = 60.0
+"""How long a worker may take over a batch: who rehearses does not wait for five minutes."""
 MOST_STEPS = 12
 """What a recipe's own rehearsal may take."""
 
@@ -22,15 +24,18 @@ def rehearsed(config: RunConfig) -> RunConfig:
 
     Batch, rate, precision and data stay as asked. It validates and saves at the end, anew each
     time, in `<output_dir>/rehearsal`. A config of so few steps that is there already is left
-    alone, so that a recipe may rehearse in its own way.
+    alone but for its patience, so that a recipe may rehearse in its own way.
     """
-    is_small = FOLDER in Path(config.output_dir).parts and 0 < (config.max_steps or 0) <= MOST_STEPS
-    if is_small or not is_rehearsal():
+    if not is_rehearsal():
         return config
+    waits_s = min(config.loader.timeout_s, WAITS_S)
+    if FOLDER in Path(config.output_dir).parts and 0 < (config.max_steps or 0) <= MOST_STEPS:
+        loader = config.loader.model_copy(update={"timeout_s": waits_s})
+        return config if loader == config.loader else config.model_copy(update={"loader": loader})
     folder, log_file = Path(config.output_dir) / FOLDER, config.sinks.log_file
     seldom = {"every_epochs": None, "every_steps": STEPS}
     sections: dict[str, dict[str, Any]] = {
-        "loader": {"num_workers": min(config.loader.num_workers, 1)},
+        "loader": {"num_workers": min(config.loader.num_workers, 1), "timeout_s": waits_s},
         "evaluation": seldom,
         "checkpoint": seldom,
         "sinks": {"log_file": str(folder / Path(log_file).name) if log_file else None},

@@ -188,7 +188,10 @@ def test_a_rehearsed_config_keeps_batch_and_rate_and_leaves_the_folder(
     assert (small.output_dir, small.max_steps, small.epochs) == ("runs/a/rehearsal", 4, None)
     assert (small.loader.num_workers, small.resume) == (1, "discard")
     assert small.sinks.log_file == "runs/a/rehearsal/train.log"
+    assert small.loader.timeout_s == 60
     assert rehearsed(small) is small, "once is enough"
+    patient = small.loader.model_copy(update={"timeout_s": 300.0})
+    assert rehearsed(small.model_copy(update={"loader": patient})) == small, "a recipe's own, too"
     named_so = rehearsed(asked.model_copy(update={"output_dir": "rehearsal"}))
     assert (named_so.output_dir, named_so.max_steps) == ("rehearsal/rehearsal", 4), "a real run's"
     middle = with_a_middle(asked, goes_on=False)
