@@ -217,7 +217,8 @@ def test_scaling_is_measured_drawn_and_forecast(
     assert two["actual"] == pytest.approx(2 * one["step_ms"] / two["step_ms"])
     assert two["overhead"] == pytest.approx(1 - two["actual"] / 2)
     assert two["all_reduce_ms"] > 150
-    assert 120 < two["step_ms"] - two["compute_ms"] < 450  # all of it, and not twice
+    exposed_ms = two["step_ms"] - two["compute_ms"]
+    assert 120 < exposed_ms < 1.9 * two["all_reduce_ms"]  # all of it, and not twice
     assert two["limit"].startswith("communication: ")
     assert not one["limit"].startswith("communication: ")
     cut = found["one_process"]["timeline"]["buckets"]

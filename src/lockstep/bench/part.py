@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.certify.part import TRACE
-from lockstep.cli.stage import SITE, OnImport
+from lockstep.certify.part import TRACE, only_within_a_run
+from lockstep.cli.stage import OnImport
 from lockstep.errors import ConfigError
 
 PART = "bench.json"
@@ -36,11 +36,6 @@ class BenchPart:
     def write(self, folder: Path) -> None:
         """Leave it where the processes of the run find it."""
         (folder / PART).write_text(json.dumps(asdict(self)))
-
-
-def write_site(folder: Path) -> None:
-    """Have every Python process that finds `folder` on its path call `set_up` of this file."""
-    (folder / "sitecustomize.py").write_text(SITE.replace("lockstep.cli.stage", __name__))
 
 
 def set_up(folder: str) -> None:
@@ -108,17 +103,7 @@ class Actor:
 
     def enter_step(self, module: ModuleType) -> None:
         """Refuse a loop that would train for real, and to its end."""
-        train_step = module.train_step
-
-        def within_a_run(*args: Any, **named: Any) -> Any:
-            if self.probe is None:
-                raise ConfigError(
-                    "a loop around train_step alone cannot be measured",
-                    "the loop in docs/own_loop.md: prepare, and the trainer's steps and took",
-                )
-            return train_step(*args, **named)
-
-        module.train_step = within_a_run  # type: ignore[attr-defined]
+        only_within_a_run(module, lambda: self.probe is not None, "cannot be measured")
 
     def enter_trainer(self, module: ModuleType) -> None:
         """Measure so many steps, then what they are made of, and leave."""

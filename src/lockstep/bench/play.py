@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.bench.forecast import SUM_BYTES, Bucket, Timeline
 from lockstep.bench.link import Link, fit_link
-from lockstep.bench.part import BenchPart, write_site
+from lockstep.bench.part import BenchPart
 from lockstep.certify.part import TRACE
 from lockstep.cli.certify import Player
 from lockstep.cli.rehearse import Act
@@ -44,8 +44,7 @@ class Bench(Player):
         return Measured.read(stage, ranks)
 
     def _start(self, stage: Path, ranks: int) -> list[Act]:
-        env = reach(stage)
-        write_site(stage)
+        env = reach(stage, "lockstep.bench.part")
         if not ranks:
             return [Act(self.words, env, stage / "output.txt")]
         port = free_port()

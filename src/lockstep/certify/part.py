@@ -103,6 +103,21 @@ def is_joint(task: Any, config: Any) -> bool:
     return bool(not config.exact and (task.gathers or config.sync_batch_norm))
 
 
+def only_within_a_run(module: ModuleType, is_in_run: Callable[[], bool], why: str) -> None:
+    """Have `train_step` refuse a loop around it alone, which would train for real, to its end."""
+    train_step = module.train_step
+
+    def within_a_run(*args: Any, **named: Any) -> Any:
+        if not is_in_run():
+            raise ConfigError(
+                f"a loop around train_step alone {why}",
+                "the loop in docs/own_loop.md: prepare, and the trainer's steps and took",
+            )
+        return train_step(*args, **named)
+
+    module.train_step = within_a_run  # type: ignore[attr-defined]
+
+
 class Actor:
     """One process's share of such a run."""
 
@@ -157,17 +172,7 @@ class Actor:
 
     def enter_step(self, module: ModuleType) -> None:
         """Refuse a loop that would train for real, to its end, and leave no trace."""
-        train_step = module.train_step
-
-        def within_a_run(*args: Any, **named: Any) -> Any:
-            if not self.is_in_run:
-                raise ConfigError(
-                    "a loop around train_step alone leaves nothing to compare",
-                    "the loop in docs/own_loop.md: prepare, and the trainer's steps and took",
-                )
-            return train_step(*args, **named)
-
-        module.train_step = within_a_run  # type: ignore[attr-defined]
+        only_within_a_run(module, lambda: self.is_in_run, "leaves nothing to compare")
 
     def enter_trainer(self, module: ModuleType) -> None:
         """Trace every step; end in mid-epoch as a power cut would."""

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lockstep.cli.words import AS_TYPED, Words
+
 if TYPE_CHECKING:
     from lockstep.bench.play import Bench
 
@@ -25,8 +27,6 @@ benching = typer.Typer(
 )
 BUSY = 0.5
 """Processes that run or wait, per core, from which on times are those of a busy machine."""
-AS_TYPED = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-Words = Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", help="as you would type it")]
 Steps = Annotated[int, typer.Option(help="measured steps of each kind", min=4)]
 Limit = Annotated[float, typer.Option(help="seconds without a sign of life: it hangs")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write all numbers to this file")]

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.bench import benching
+from lockstep.cli.words import AS_TYPED, Words
 
 app = typer.Typer(
     help="Train a PyTorch model on one GPU, a machine, or a cluster, from one script.",
@@ -45,7 +46,7 @@ def run(
 
 @app.command(
     epilog=LAUNCH_EXAMPLE,
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    context_settings=AS_TYPED,
 )
 def launch(
     words: Annotated[
@@ -88,7 +89,7 @@ def plan(
 
 @app.command(
     epilog=SUBMIT_EXAMPLE,
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    context_settings=AS_TYPED,
 )
 def submit(
     words: Annotated[
@@ -147,12 +148,10 @@ def submit(
 
 @app.command(
     epilog="Example: lockstep rehearse -- torchrun --nproc_per_node=2 train.py --epochs 300",
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    context_settings=AS_TYPED,
 )
 def rehearse(
-    words: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND ...", help="as you would type it")
-    ],
+    words: Words,
     limit: Annotated[float, typer.Option(help="seconds without a sign of life: it hangs")] = 120,
     without: Annotated[
         list[str] | None, typer.Option(metavar="PHASE", help="what the command does not do")
@@ -171,8 +170,6 @@ certifying = typer.Typer(
 )
 app.add_typer(certifying, name="certify")
 app.add_typer(benching, name="bench")
-AS_TYPED = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-Words = Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", help="as you would type it")]
 Steps = Annotated[int, typer.Option(help="how many steps each run takes")]
 Limit = Annotated[float, typer.Option(help="seconds without a step: it hangs")]
 Json = Annotated[bool, typer.Option("--json", help="print one object")]
@@ -236,7 +233,7 @@ def new(
 
 @app.command(
     epilog="Example: lockstep init slurm train.py --epochs 300",
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    context_settings=AS_TYPED,
 )
 def init(
     kind: Annotated[str, typer.Argument(help="vscode, slurm, accelerate or scripts")],
@@ -254,7 +251,7 @@ def init(
 
 @app.command(
     epilog="Example: lockstep doctor -- torchrun --nproc_per_node=2 train.py --batch_size 64",
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    context_settings=AS_TYPED,
 )
 def doctor(
     words: Annotated[

@@ -5,7 +5,7 @@ for `sitecustomize` in a folder on PYTHONPATH calls `set_up`; nothing is importe
 command imports it itself. And the few places of lockstep at which `lockstep rehearse` steps in:
 a run gets a config with a middle, a loop of one's own gets two short epochs and a folder that is
 thrown away, and whoever commits the first checkpoint waits to be killed. Does not own: the
-verdict, nor what `lockstep certify` does in such a process (`certify/part.py`).
+verdict, nor what `certify` and `bench` do in such a process (`certify/part.py`, `bench/part.py`).
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ HOLD_S = 300.0
 """How long the holder of a first checkpoint waits for its end, should nobody come."""
 EPOCHS = STEPS_PER_EPOCH = 2
 
-SITE = """# Written by `lockstep rehearse` or `lockstep certify`; see lockstep/cli/stage.py.
+SITE = """# Written by `lockstep rehearse`, `certify` or `bench`; see lockstep/cli/stage.py.
 import os
 import sys
 
@@ -41,7 +41,7 @@ try:
 except ImportError:
     sys.modules["sitecustomize"] = this
 try:
-    from lockstep.cli.stage import set_up
+    from {module} import set_up
 except ImportError:  # some other Python
     pass
 else:
@@ -55,9 +55,12 @@ def build_stage(folder: Path) -> dict[str, str]:
     return {"LOCKSTEP_REHEARSAL": "1", **reach(folder)}
 
 
-def reach(folder: Path) -> dict[str, str]:
-    """Return the variables by which every Python process of a command calls `set_up(folder)`."""
-    (folder / "sitecustomize.py").write_text(SITE)
+def reach(folder: Path, module: str = __name__) -> dict[str, str]:
+    """Return the variables by which every Python process of a command calls `set_up(folder)`.
+
+    Of this file, or of another that puts an `OnImport` of its own in the way of imports.
+    """
+    (folder / "sitecustomize.py").write_text(SITE.format(module=module))
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
