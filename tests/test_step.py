@@ -11,8 +11,9 @@ from lockstep import Loader, PartialLoss, train_step
 from lockstep.data.loader import StepBatch
 from lockstep.non_finite import unbroken
 from lockstep.plan import BatchConfig, plan_batches
+from lockstep.progress import StepReport
 from lockstep.randomness import seed_all
-from lockstep.step import StepReport, as_partial
+from lockstep.step import as_partial
 from lockstep.task import Context
 from lockstep.testing import FakeWorld, TinyTask
 
@@ -121,7 +122,7 @@ def test_a_loss_that_is_no_number_is_reported_as_such(bad: float) -> None:
 
 
 def test_after_a_bad_step_nothing_moves_until_somebody_looks() -> None:
-    """As on a GPU, which is asked now and then: step, loss and norm are those of the bad step."""
+    """As on a GPU, which is asked now and then."""
     model, optimizer = build()
     broken = unbroken(torch.device("cpu"))
     plan = plan_batches(BatchConfig(batch_size=12), 48, 1)
@@ -137,7 +138,7 @@ def test_after_a_bad_step_nothing_moves_until_somebody_looks() -> None:
     assert not torch.equal(states[0], flat(build()[0]))
     assert all(torch.equal(state, states[0]) for state in states)
     assert bool(reports[2].finite)
-    assert broken.tolist()[:2] == [1.0, float("inf")]
+    assert broken.item() == 1.0
 
 
 def test_a_gradient_that_is_no_number_is_reported_although_the_loss_is_one() -> None:

@@ -4,6 +4,7 @@ Owns: gathering the sections, turning text into values, and saying what is wrong
 with them. Does not own: the sections; each stands beside the code that reads it.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
@@ -18,6 +19,9 @@ from lockstep.parse import parse_model, unknown_key
 from lockstep.plan import BatchConfig, RateConfig
 from lockstep.runtime import MAX_TIMEOUT_S
 from lockstep.schedule import ScheduleConfig
+
+_exactly = functools.cache(lambda number: Fraction(str(number)))
+"""A number as it is written: 0.1 is a tenth, not the float next to it."""
 
 
 class Cadence(BaseModel):
@@ -49,7 +53,7 @@ class Cadence(BaseModel):
         """
         by_epochs = False
         if self.every_epochs and epochs is not None:
-            every = Fraction(str(self.every_epochs))  # 0.1 is a tenth, not the float next to it
+            every = _exactly(self.every_epochs)
             by_epochs = epochs // every > (epochs - since) // every
         return by_epochs or bool(self.every_steps and step % self.every_steps == 0)
 

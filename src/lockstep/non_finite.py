@@ -4,48 +4,70 @@ Owns: keeping such a step from the weights, and the three policies. Does not own
 one; a step's report says what it is.
 """
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lockstep.agreement import together
 from lockstep.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from lockstep.observe.events import EventLog
+    from lockstep.progress import StepReport
     from lockstep.setup import Run
-    from lockstep.step import StepReport
 
 MAX_LEFT_OUT = 10
 """More steps than this without a number are no accident."""
 
 
 def unbroken(device: torch.device) -> Tensor:
-    """Return what `train_step` takes as `broken`: a step, its loss and its gradient norm."""
-    return torch.full((3,), -1.0, dtype=torch.float64, device=device)
+    """Return what `train_step` takes as `broken`: 0, and 1 after the first bad step."""
+    return torch.zeros((), device=device)
 
 
-def move(optimizer: Optimizer, report: "StepReport", step: int, broken: Tensor | None) -> None:
-    """Let the optimizer move the weights unless the step is bad, or one before it was."""
-    bad = ~report.finite
-    if broken is not None:
-        met = torch.stack([torch.full_like(report.loss, step), report.loss, report.grad_norm])
-        broken.copy_(torch.where((broken[0] < 0) & bad, met, broken))
-        bad = broken[0] >= 0
-    if bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # it asks on the device
-        optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
-    elif not bool(bad):
-        optimizer.step()
+def move(
+    optimizer: Optimizer,
+    grads: list[Tensor],
+    divisor: Tensor,
+    report: "StepReport",
+    broken: Tensor | None,
+) -> None:
+    """Let the optimizer move the weights along the gradients, each divided by `divisor`.
+
+    Nothing moves if the step is bad, or one before it was.
+    """
+    doubt = (report.loss_sum + report.grad_norm) * 0  # 0, or NaN, which counts as true
+    bad = unbroken(doubt.device) if broken is None else broken
+    bad.logical_or_(doubt)
+    if not (bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False)):
+        divide(grads, divisor)
+        if not bool(bad):
+            optimizer.step()
+        return
+    fused: Any = optimizer  # it asks on the device
+    fused.found_inf = bad
+    is_plain = type(fused) in (Adam, AdamW, SGD) and not fused._optimizer_step_pre_hooks
+    if is_plain and grads[0].dtype == torch.float32:
+        fused.grad_scale = divisor.float()  # nobody looks at the gradients before it divides them
+    else:
+        divide(grads, divisor)
+    fused.step()
+    fused.found_inf = fused.grad_scale = None
+
+
+def divide(grads: list[Tensor], divisor: Tensor) -> None:
+    """Divide all gradients in place."""
+    torch._foreach_div_(grads, divisor.to(grads[0].dtype))
 
 
 def is_finite(report: "StepReport", run: "Run") -> bool:
     """Say whether a step was arithmetic, alike on all ranks; it waits for the device."""
     # With a scaler an overflowing gradient is routine: it skips the step and scales down.
-    return bool(torch.isfinite(report.loss_sum) if run.scaler else report.finite)
+    number = report.loss_sum if run.scaler else report.loss_sum + report.grad_norm
+    return math.isfinite(float(number))
 
 
 class LeftOut:

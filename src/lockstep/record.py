@@ -5,25 +5,28 @@ not own: when something is written; the trainer says so. Every number is reduced
 ranks first, but for those called `local_`.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 
+import numpy as np
 import torch
 
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import StepBatch
+from lockstep.data.order import Ids
 from lockstep.data.reader import is_stream
 from lockstep.numerics import changes
 from lockstep.observe.console import Console
 from lockstep.observe.events import EventLog
 from lockstep.observe.sinks import Sinks
 from lockstep.observe.throughput import Throughput
+from lockstep.progress import StepReport
 from lockstep.resuming import warnings_of
 from lockstep.schedule import warmup_length
 from lockstep.setup import Run
 from lockstep.sharding import is_sharded
-from lockstep.step import StepReport
 
 
 class Record:
@@ -33,6 +36,8 @@ class Record:
         self.run = run
         self.throughput = Throughput()
         self.local_ledger = Ledger()
+        self._entered: dict[int, list[Ids]] = {}
+        """By epoch, what this rank took and its ledger does not hold yet."""
         self.events = EventLog(run.config.output_dir, run.world.rank)
         stack.callback(self.events.close)
         if run.world.is_first:
@@ -67,13 +72,16 @@ class Record:
             for fault in micro_batch.faults:
                 self.events.write("worker_lost", step, **asdict(fault), message=str(fault))
             if micro_batch.counts:
-                self.local_ledger.add(batch.epoch, micro_batch.visited)
+                self._entered.setdefault(batch.epoch, []).append(micro_batch.visited)
                 for sample, reason in micro_batch.skipped:
                     self.events.write("sample_skipped", step, sample=sample, reason=reason)
 
     def sum_ledger(self) -> Ledger:
         """Add every rank's entries to the run's ledger. Collective."""
         run = self.run
+        for epoch, ids in self._entered.items():  # many at once cost little more than one
+            self.local_ledger.add(epoch, np.concatenate(ids))
+        self._entered = {}
         run.progress.ledger = run.progress.ledger.plus(self.local_ledger, run.world.all_sum)
         self.local_ledger = Ledger()
         return run.progress.ledger
@@ -85,8 +93,9 @@ class Record:
         # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
         local = torch.tensor([[timing["step_time_s"], timing["data_wait_share"]]])
         step_time, wait_share = (float(column.max()) for column in run.world.all_gather(local).T)
-        pairs = {name: sums.tolist() for name, sums in progress.interval.items()}
-        means = {name: value / weight for name, (value, weight) in pairs.items() if weight}
+        progress.settle()
+        sums = progress.interval.items()
+        means = {name: value / weight for name, (value, weight) in sums if weight}
         progress.interval = {}
         self.events.write(
             "step",
@@ -110,13 +119,14 @@ class Record:
         run, progress, plan = self.run, self.run.progress, self.run.contract.plan
         epoch, seen = progress.consumed // plan.samples_per_epoch, self.sum_ledger()
         expected = Ledger.of_epoch(run.loader.order, plan, epoch - 1)
+        progress.settle()
         loss_sum, weight = progress.epoch.get("loss", (0.0, 1.0))  # or every step was left out
         verdict = "each once" if seen == expected else "NOT each once"
         self.events.write(
             "epoch",
             progress.step,
             epoch=epoch,
-            loss=float(loss_sum / weight),
+            loss=loss_sum / weight if weight else math.nan,
             samples=seen.count,
             num_samples=plan.samples_per_epoch,
             each_once=seen == expected,

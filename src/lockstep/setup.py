@@ -29,7 +29,7 @@ from lockstep.checkpoint import (
 )
 from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
-from lockstep.data.loader import Loader, StepBatch
+from lockstep.data.loader import Loader
 from lockstep.data.reader import is_stream
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
 from lockstep.exact import LeafSum
@@ -37,6 +37,7 @@ from lockstep.non_finite import unbroken
 from lockstep.numerics import fingerprint, settle_numerics
 from lockstep.parallel import bare, replicate
 from lockstep.plan import Contract
+from lockstep.progress import Progress
 from lockstep.randomness import seed_all
 from lockstep.rehearsal import rehearsed
 from lockstep.resuming import (
@@ -49,46 +50,7 @@ from lockstep.resuming import (
 )
 from lockstep.runtime import World
 from lockstep.sharding import is_sharded, shard
-from lockstep.step import StepReport
 from lockstep.task import Task
-
-
-@dataclass
-class Progress:
-    """Where a run stands; saved whole in every checkpoint."""
-
-    step: int = 0
-    consumed: int = 0
-    best: float | None = None
-    ledger: Ledger = field(default_factory=Ledger)
-    interval: dict[str, Tensor] = field(default_factory=dict)
-    """Since the last log line: (sum, weight) of the loss and of each part."""
-    epoch: dict[str, Tensor] = field(default_factory=dict)
-    """Since the epoch began: likewise."""
-
-    def take(self, report: StepReport | None, batch: StepBatch) -> None:
-        """Count one finished step, or one that was left out; nothing here waits for the device."""
-        self.step = batch.step + 1
-        self.consumed = batch.consumed
-        if report is None:
-            return
-        pairs = {"loss": (report.loss_sum, report.weight), **report.parts}
-        for name, pair in pairs.items():
-            pair_sums = torch.stack(pair)
-            for sums in (self.interval, self.epoch):
-                sums[name] = sums[name] + pair_sums if name in sums else pair_sums
-
-    def state(self) -> dict[str, Any]:
-        """Return it as a tree of numbers and tensors."""
-        ledger = [self.ledger.digest, self.ledger.count]
-        return {**vars(self), "ledger": ledger}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device) -> "Progress":
-        """Rebuild it from a checkpoint."""
-        for key in ("interval", "epoch"):
-            state[key] = {name: sums.to(device) for name, sums in state[key].items()}
-        return cls(**{**state, "ledger": Ledger(*state["ledger"])})
 
 
 @dataclass
@@ -117,7 +79,7 @@ class Run:
     """In exact mode, what adds up."""
     numerics: dict[str, str] = field(default_factory=dict)
     broken: Tensor | None = None
-    """On a GPU, the first step that was no longer arithmetic, if any; see `train_step`."""
+    """On a GPU, whether a step was no longer arithmetic; see `train_step`."""
 
     def parts(self) -> dict[str, Any]:
         """Return all that a resumed run needs, by name."""
@@ -173,7 +135,7 @@ class Run:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take back what `parts` returned; the task's own part came before the model."""
         self._restore_weights(checkpoint)
-        self.progress = Progress.from_state(checkpoint.load("progress"), self.world.device)
+        self.progress = Progress.from_state(checkpoint.load("progress"))
         self.progress.consumed = self._consumed_now(checkpoint)
         self.loader.seek(self.progress.step, self.progress.consumed)
         self.resumed_from = checkpoint

@@ -107,6 +107,14 @@ def held(tensors: Iterable[Any]) -> list[Tensor]:
     return [tensor.detach().to_local() if is_cut(tensor) else tensor for tensor in tensors]
 
 
+def norm_of(grads: list[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, as `get_total_norm` would in twice the time."""
+    if len({grad.dtype for grad in grads}) > 1:
+        return torch.nn.utils.get_total_norm(grads)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return norm
+
+
 def sums_and_norm(
     local: Tensor, grads: list[Tensor], model: nn.Module, world: World
 ) -> tuple[Tensor, Tensor]:
@@ -116,9 +124,9 @@ def sums_and_norm(
     for it takes no further collective.
     """
     if not is_sharded(model):
-        return world.all_sum(local), torch.nn.utils.get_total_norm(grads).double()
+        return world.all_sum(local), norm_of(grads)
     rows, single = [g for g in grads if g.dim()], [g for g in grads if not g.dim()]
-    square = torch.nn.utils.get_total_norm(rows).double().square()
+    square = norm_of(rows).double().square()
     total = world.all_sum(torch.stack([*local, square, *(g.double() for g in single)]))
     num = len(local)
     sums, square, means = total[:num], total[num], total[num + 1 :] / world.size

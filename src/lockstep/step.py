@@ -6,6 +6,8 @@ to save. Every rank enters `train_step` the same number of times; that is the
 contract the whole package is named after.
 """
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,39 +23,18 @@ from lockstep.data.reader import MicroBatch
 from lockstep.exact import LeafSum
 from lockstep.meeting import Meeting, meet
 from lockstep.memory import fit_together
-from lockstep.non_finite import move
+from lockstep.non_finite import divide, move
 from lockstep.parallel import bare, begin_exchanges, local_gradients
+from lockstep.progress import StepReport
 from lockstep.randomness import seed_others, seed_torch
 from lockstep.runtime import World
-from lockstep.sharding import held, sums_and_norm
+from lockstep.sharding import held, is_sharded, norm_of, sums_and_norm
 from lockstep.task import Context, PartialLoss
 
 Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
 """A task's `loss`, or any function of the same shape."""
 Weights = Callable[[Any, Context], Mapping[str, Tensor | float]]
 """A task's `weights`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What happened, reduced over ranks and still on the device: reading a field costs a sync."""
-
-    loss_sum: Tensor
-    weight: Tensor
-    grad_norm: Tensor
-    parts: dict[str, tuple[Tensor, Tensor]]
-    local_rows: Tensor
-    """For each of this rank's micro-batches: loss, weight, then each part's pair, by name."""
-
-    @property
-    def loss(self) -> Tensor:
-        """Return the mean loss over all units of the step."""
-        return self.loss_sum / self.weight
-
-    @property
-    def finite(self) -> Tensor:
-        """Say whether loss and gradient are numbers; alike on all ranks, being reduced."""
-        return torch.isfinite(self.loss_sum) & torch.isfinite(self.grad_norm)
 
 
 def train_step(
@@ -78,8 +59,8 @@ def train_step(
 
     Args:
         leaf_sum: Adds up alike for every number of ranks; `model` was replicated with it.
-        broken: From `unbroken`: it becomes the first step that was no longer arithmetic, after
-            which none moves anything. It spares asking the device each time. Not with a scaler.
+        broken: From `unbroken`: after the first step that was no longer arithmetic, none moves
+            anything. It spares asking the device each time. Not with a scaler.
         agree_on_memory: What does not fit on one rank fails on all. Not for a loss that itself
             talks to other ranks.
 
@@ -88,39 +69,44 @@ def train_step(
     """
     totals = all_weights(weights, batch, world, seed, leaf_sum) if weights else {}
     work = _Backward(loss, model, batch, world, totals, seed, autocast, scaler, leaf_sum)
-    rows, names = fit_together(work, model, world) if agree_on_memory else work()
+    rows, names, units = fit_together(work, model, world) if agree_on_memory else work()
 
-    local_rows = torch.stack(rows)
     if leaf_sum:
         sums = leaf_sum.total(rows, batch)
         leaf_sum.finish()
     if scaler:
         scaler.unscale_(optimizer)
-    grads = held(p.grad for p in model.parameters() if p.grad is not None)
+    moved = (p for group in optimizer.param_groups for p in group["params"])  # no walk of modules
+    grads = [p.grad for p in moved if p.grad is not None]
+    if is_sharded(model):
+        grads = held(grads)
     if leaf_sum:
-        norm = torch.nn.utils.get_total_norm(grads).double()
+        norm, units = norm_of(grads), None  # with any number of ranks the same arithmetic
     else:
         # One collective carries every sum: a second one would be a second place
         # where a rank that took a different branch keeps the others waiting.
-        sums, norm = sums_and_norm(local_rows.sum(dim=0), grads, model, world)
-    loss_sum, weight = sums[0], torch.ones_like(sums[1]) if totals else sums[1]
+        local = rows[0] if len(rows) == 1 else torch.stack(rows).sum(dim=0)
+        sums, norm = sums_and_norm(local, grads, model, world)
+    if totals:  # the terms of the loss are means already
+        sums, units = torch.cat([sums[:1], torch.ones_like(sums[:1]), sums[2:]]), 1.0
 
-    # Ranks hold the *average* of the summed gradients, or with `leaf_sum` the sum; times
-    # size / weight, it is the gradient of the global mean. No unit at all leaves no gradient.
-    scale = torch.where(weight > 0, (1 if leaf_sum else world.size) / weight, 0.0)
-    grad_norm = norm * scale  # before clipping
+    # Ranks hold the *average* of the summed gradients, or with `leaf_sum` the sum; divided by
+    # weight / size, it is the gradient of the global mean. No unit at all leaves no gradient.
+    if units is None or world.size > 1:
+        divisor = torch.where(sums[1] > 0, sums[1] / (1 if leaf_sum else world.size), math.inf)
+    else:
+        divisor = number(units or math.inf, sums.device)
+    grad_norm = norm / divisor  # before clipping
     if max_grad_norm is not None:
-        scale = scale * (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+        divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0) * divisor
 
-    pairs = zip(sums[2::2], sums[3::2], strict=True)
-    parts = dict(zip(names, pairs, strict=True))
-    report = StepReport(loss_sum, weight, grad_norm, parts, local_rows)
+    report = StepReport(sums, names, grad_norm, rows)
     if scaler:  # it looks for itself, and scales down
+        divide(grads, divisor)
         scaler.step(optimizer)
         scaler.update()
     else:
-        move(optimizer, report, batch.step, broken)
+        move(optimizer, grads, divisor, report, broken)
     optimizer.zero_grad(set_to_none=True)
     return report
 
@@ -139,9 +125,13 @@ class _Backward:
     scaler: GradScaler | None
     leaf_sum: LeafSum | None
 
-    def __call__(self) -> tuple[list[Tensor], list[str]]:
-        """Leave gradients on the model; return a row of numbers for each micro-batch."""
+    def __call__(self) -> tuple[list[Tensor], list[str], float | None]:
+        """Leave gradients on the model; return a row of numbers for each micro-batch.
+
+        And the names of the parts, and the weight of all, if it is known without the device.
+        """
         rows, leaf_sum, last = [], self.leaf_sum, len(self.batch.micro_batches) - 1
+        units: float | None = 0.0
         begin_exchanges(self.model)
         if leaf_sum:
             leaf_sum.begin(self.batch.num_leaves)
@@ -156,7 +146,9 @@ class _Backward:
                 total = part.loss_sum + meeting.owed if meeting else part.loss_sum
                 (self.scaler.scale(total) if self.scaler else total).backward()  # type: ignore[no-untyped-call]
             rows.append(_row(part))
-        return rows, sorted(part.parts)
+            unknown = units is None or isinstance(part.weight, Tensor)
+            units = None if unknown else units + part.weight  # type: ignore[operator,assignment]
+        return rows, sorted(part.parts), units
 
     def part(
         self, model: nn.Module, micro_batch: MicroBatch, meeting: Meeting | None = None
@@ -226,4 +218,10 @@ def number(value: Tensor | float, device: torch.device) -> Tensor:
     """Return a number as float64 on the device, without waiting for it."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64)
+    return _constant(value, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(value: float, device: torch.device) -> Tensor:
+    """Return a plain number; most are the size of a batch, and made once. Not to be changed."""
     return torch.full((), value, dtype=torch.float64, device=device)

@@ -22,6 +22,7 @@ from lockstep.memory import halve
 from lockstep.non_finite import LeftOut, is_finite
 from lockstep.numerics import raise_if_not_deterministic
 from lockstep.parallel import bare, follow_first
+from lockstep.progress import StepReport
 from lockstep.record import Record
 from lockstep.runtime import World
 from lockstep.saver import Saver
@@ -29,7 +30,7 @@ from lockstep.schedule import build_schedule
 from lockstep.setup import Run, check_alike, prepare
 from lockstep.sharding import gathered_whole, raise_if_out_of_reach
 from lockstep.signals import EXIT_CODES, StopSignals
-from lockstep.step import StepReport, train_step
+from lockstep.step import train_step
 from lockstep.task import Context, Task
 
 
@@ -170,7 +171,7 @@ class Trainer:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
         run, before = self.run, self.run.progress.consumed
         if self.report is None:
-            check_alike("parts of the loss", " ".join(sorted(report.parts)), run.world)
+            check_alike("parts of the loss", " ".join(report.names), run.world)
             if run.config.compile:
                 seconds = time.monotonic() - self._step_began
                 self.events.write("compiled", run.progress.step, local_seconds=seconds)
@@ -239,7 +240,7 @@ class Trainer:
 
     def _is_due(self, when: Cadence) -> bool:
         progress, per_epoch = self.run.progress, self.run.contract.plan.samples_per_epoch
-        epochs = Fraction(progress.consumed, per_epoch)
+        epochs = Fraction(progress.consumed, per_epoch) if when.every_epochs else None
         return when.is_due(progress.step, epochs, Fraction(self._num_new, per_epoch))
 
     def _evaluate(self) -> bool:
@@ -297,10 +298,10 @@ class Trainer:
 
     def _check_finite(self) -> None:
         """Raise, on all ranks alike, if a step since the last look was no longer arithmetic."""
-        step, loss, norm = (-1.0, 0.0, 0.0) if self.run.broken is None else self.run.broken.tolist()
-        if step >= 0:
+        bad = None if self.run.broken is None else self.run.progress.settle()
+        if bad:
             self.saver.settle()
-            self.left_out.add(int(step), loss, norm)
+            self.left_out.add(*bad)
 
     def _is_best(self) -> bool:
         """Say whether the present metrics are the best so far, and remember it."""

@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from lockstep import Loader
 from lockstep.data.held_out import read_held_out
 from lockstep.data.loader import LoaderConfig, StepBatch
-from lockstep.data.order import Ids, Shuffled, consumed_after
+from lockstep.data.order import Ids, Sequential, Shuffled, consumed_after
 from lockstep.errors import ConfigError, DataError
 from lockstep.plan import BatchConfig, plan_batches
 from lockstep.randomness import seed_all, untouched
@@ -332,3 +332,23 @@ def test_an_order_of_the_users_own_is_followed() -> None:
     loader = Loader(Augmented(), FakeWorld(), batch_size=2, epochs=1, order=Backwards(20, 0))
     ids = [int(i) for batch in loader for m in batch.micro_batches for i in m.ids]
     assert ids == list(range(19, -1, -1))
+
+
+class DrawsLate(Augmented):
+    """Draws from Python's `random`, but not for the first samples it is asked for."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (index, random.random() if index >= 6 else 0.0)
+
+
+def test_a_data_set_that_begins_to_draw_is_seeded_for_every_sample_of_that_leaf() -> None:
+    def noise(batch_size: int) -> dict[int, float]:
+        loader = Loader(
+            DrawsLate(12), FakeWorld(), batch_size=batch_size, epochs=1, order=Sequential(12)
+        )
+        found = [batch.micro_batches[0].data for batch in loader]
+        ids, values = (torch.cat([data[part] for data in found]).tolist() for part in (0, 1))
+        return dict(zip(ids, values, strict=True))
+
+    assert noise(4) == noise(2) == noise(12)
+    assert len(set(noise(4).values())) == 7

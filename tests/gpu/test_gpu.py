@@ -217,6 +217,36 @@ def test_a_bad_number_freezes_the_gpu_s_weights_until_it_is_noticed(tmp_path: Pa
     assert all(torch.equal(kept[name], five[name]) for name in five)
 
 
+class Clipped(TinyTask):
+    """Float32 weights under a fused optimizer, which may divide the gradients itself."""
+
+    is_watched = False
+
+    def build_model(self) -> nn.Module:
+        return super().build_model().float()
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        floats = {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
+        return super().loss(model, floats, context)
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+        if self.is_watched:  # somebody looks at the gradients: they are divided before
+            optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+
+def test_gradients_divided_in_the_optimizer_or_before_it_move_the_weights_alike(
+    tmp_path: Path,
+) -> None:
+    watched = Clipped()
+    watched.is_watched = True
+    train(tmp_path / "inside", Clipped(), max_grad_norm=0.5)
+    train(tmp_path / "before", watched, max_grad_norm=0.5)
+    for name, weight in weights(tmp_path / "before").items():
+        torch.testing.assert_close(weights(tmp_path / "inside")[name], weight, rtol=0, atol=1e-5)
+
+
 if __name__ == "__main__":
     task, flag, where = sys.argv[1:]
     if task == "tiny":

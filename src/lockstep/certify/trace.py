@@ -23,9 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.data.loader import StepBatch
 from lockstep.data.reader import MicroBatch
 from lockstep.parallel import bare
+from lockstep.progress import StepReport
 from lockstep.setup import Run
 from lockstep.sharding import gathered
-from lockstep.step import StepReport
 
 Hashes = dict[str, str]
 GENERATOR = "generator "
@@ -90,7 +90,7 @@ class Tracer:
         self, report: StepReport, micro_batches: list[MicroBatch]
     ) -> Iterator[dict[str, Any]]:
         """Return what is known of each micro-batch that counts."""
-        rows = report.local_rows.tolist()
+        rows = [row.tolist() for row in report.local_rows]
         inputs = _shared_out(self.inputs, len(micro_batches))
         outputs = _shared_out(self.outputs, len(micro_batches))
         for index, micro in enumerate(micro_batches):

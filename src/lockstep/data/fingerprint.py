@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lockstep.data.reader import is_stream, names_of
-from lockstep.randomness import seed_all, untouched
+from lockstep.data.reader import is_stream, names_of, sample_seeds
+from lockstep.randomness import set_all, untouched
 
 MAX_ENTRIES = 4096
 """Of more samples, several share an entry: a checkpoint keeps at most 32 kB."""
@@ -146,7 +146,7 @@ def _read_samples(dataset: Any, seed: int, indices: Iterable[int]) -> dict[str, 
     """Return what a few samples hold; those that differ from one read to the next are left out."""
 
     def read(index: int) -> list[Any]:
-        seed_all(seed, "sample", 0, index)
+        set_all(*sample_seeds(seed, 0, np.array([index])))
         try:
             return _contents(dataset[index])
         except Exception as error:  # a bad sample is the loader's to name

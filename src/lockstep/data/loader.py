@@ -158,17 +158,14 @@ class Loader:
 
     def __iter__(self) -> Iterator[StepBatch]:
         steps, rank = range(self.step, self.total_steps), self._world.rank
-
-        def leaves(step: int) -> list[Leaf]:
-            return leaves_of(self.plan, step - self._shift, rank)
-
-        wanted = (leaf for step in steps for leaf in leaves(step))
+        plan, shift = self.plan, self._shift
+        wanted = (leaf for step in steps for leaf in leaves_of(plan, step - shift, rank))
         read = read_leaves(self._reader, wanted, self._config, self._world)
         for step in steps:
-            mine = [next(read) for _ in leaves(step)]
+            num_leaves = num_leaves_of(plan, step - shift)
+            mine = [next(read) for _ in range(math.ceil(num_leaves / plan.world_size))]
             # Consumed, not fetched: whoever saves inside the loop body has trained on this step.
-            self.consumed = consumed_after(self.plan, step - self._shift)
-            num_leaves = num_leaves_of(self.plan, step - self._shift)
+            self.consumed = consumed_after(plan, step - shift)
             yield StepBatch(step, mine[0].leaf.epoch, mine, self.consumed, num_leaves)
 
 

@@ -12,14 +12,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset, Subset
 
 from lockstep.data.feed import pin
-from lockstep.data.order import Ids, Leaf, Order
+from lockstep.data.order import Ids, Leaf, Order, mix
 from lockstep.errors import DataError, LockstepError
-from lockstep.randomness import seed_all, untouched
+from lockstep.randomness import derive_seed, others_were_used, seed_all, set_all, untouched
 
 Collate = Callable[[list[Any]], Any]
+
+WINDOW = 1024
+"""How many positions are looked up at once: 16 cost an order nearly as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class MicroBatch:
     @property
     def visited(self) -> Ids:
         """Return every sample that was tried, bad ones included: what the ledger counts."""
+        if not self.skipped:
+            return self.ids
         return np.concatenate([self.ids, np.array([s for s, _ in self.skipped], dtype=np.int64)])
 
     def pin_memory(self) -> "MicroBatch":
@@ -76,6 +82,12 @@ class LeafReader:
     seed: int
     collate: Collate
     on_bad_sample: str
+    _ahead: tuple[int, int, Ids] = (0, 0, np.array([], dtype=np.int64))
+    """An epoch, a position in it, and the samples from there on."""
+    _draws: bool | None = None
+    """Whether samples draw from NumPy or Python's `random`; None until the first leaf."""
+    _seeded = 0
+    """What these two were seeded by last."""
 
     def __getitem__(self, leaf: Leaf) -> MicroBatch:
         with untouched():  # in this process the caller's generators are not ours to move
@@ -83,12 +95,28 @@ class LeafReader:
 
     def read(self, leaf: Leaf) -> MicroBatch:
         """Read a leaf, moving the global generators."""
-        ids = self.order.ids(leaf.epoch, leaf.start, leaf.stop)
+        ids = self._ids(leaf)
         if (all_of_it := self._at_once(leaf, ids)) is not None:
             return self._collated(leaf, ids, all_of_it)
+        known, micro_batch = self._draws, self._one_by_one(leaf, ids)
+        if not known:
+            self._draws = others_were_used(self._seeded)
+        return self._one_by_one(leaf, ids) if known is False and self._draws else micro_batch
+
+    def _one_by_one(self, leaf: Leaf, ids: Ids) -> MicroBatch:
+        """Read a leaf sample by sample.
+
+        Where no sample has drawn from NumPy or Python's `random`, these are seeded once a leaf.
+        Should one do so after all, its leaf is read again.
+        """
         samples, good, skipped = [], [], []
-        for sample in ids.tolist():
-            seed_all(self.seed, "sample", leaf.epoch, sample)
+        seeds = sample_seeds(self.seed, leaf.epoch, ids)
+        for index, (sample, seed) in enumerate(zip(ids.tolist(), seeds, strict=True)):
+            if index and self._draws is False:
+                torch.default_generator.manual_seed(seed)
+            else:
+                set_all(seed)
+                self._seeded = seed
             try:
                 samples.append(self.dataset[sample])
                 good.append(sample)
@@ -111,6 +139,15 @@ class LeafReader:
             return list(self.dataset.__getitems__(ids.tolist()))
         except Exception:  # one by one, the bad one will be named
             return None
+
+    def _ids(self, leaf: Leaf) -> Ids:
+        """Return the samples of a leaf, looking up those of the next ones with them."""
+        epoch, start, ids = self._ahead
+        if leaf.epoch != epoch or not start <= leaf.start <= leaf.stop <= start + len(ids):
+            start, stop = leaf.start, min(leaf.start + WINDOW, len(self.dataset))
+            ids = self.order.ids(leaf.epoch, start, max(stop, leaf.stop))
+            self._ahead = leaf.epoch, start, ids
+        return ids[leaf.start - start : leaf.stop - start]
 
     def _collated(
         self, leaf: Leaf, ids: Ids, samples: list[Any], skipped: tuple[tuple[int, str], ...] = ()
@@ -137,7 +174,7 @@ class StreamReader(LeafReader):
         """Walk on to the end of a leaf, moving the global generators."""
         samples = []
         while self._position < leaf.stop:
-            seed_all(self.seed, "sample", leaf.epoch, self._position)
+            set_all(*sample_seeds(self.seed, leaf.epoch, np.array([self._position])))
             try:
                 sample = self._next()
             except Exception as error:
@@ -165,6 +202,13 @@ def build_reader(
     """Return the reader that fits a data set: by index, or along a stream."""
     kind = StreamReader if is_stream(dataset) else LeafReader
     return kind(dataset, order, seed, collate, on_bad_sample)
+
+
+def sample_seeds(seed: int, epoch: int, ids: Ids) -> list[int]:
+    """Return what the generators are seeded by for each sample; a hash of each would take 2 us."""
+    key = np.uint64(derive_seed(seed, "sample", epoch))
+    seeds: list[int] = (mix(ids.astype(np.uint64) ^ key) >> np.uint64(1)).tolist()
+    return seeds
 
 
 def _explain(dataset: Any, sample: int, error: Exception) -> tuple[str, str]:

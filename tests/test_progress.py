@@ -1,0 +1,59 @@
+"""What a run has come to by its steps, added up only when somebody looks."""
+
+import math
+
+import pytest
+import torch
+
+from lockstep import progress as module
+from lockstep.data.loader import StepBatch
+from lockstep.progress import Progress, StepReport
+
+
+def report(loss: float, weight: float, norm: float = 1.0, part: float = 0.0) -> StepReport:
+    sums = torch.tensor([loss, weight, part, weight], dtype=torch.float64)
+    return StepReport(sums, ["part"], torch.tensor(norm), [sums])
+
+
+def batch(step: int) -> StepBatch:
+    return StepBatch(step, 0, [], 8 * (step + 1), 1)
+
+
+def test_sums_and_weights_are_those_of_all_steps_pending_and_settled() -> None:
+    progress = Progress()
+    progress.take(report(3.0, 2.0, part=1.0), batch(0))
+    progress.settle()
+    progress.take(report(5.0, 6.0, part=0.5), batch(1))
+    assert progress.state()["interval"] == {"loss": [8.0, 8.0], "part": [1.5, 8.0]}
+    assert progress.state()["epoch"] == progress.interval
+    assert (progress.step, progress.consumed) == (2, 16)
+
+
+def test_steps_do_not_pile_up_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PENDING", 3)
+    progress = Progress()
+    for step in range(7):
+        progress.take(report(1.0, 1.0), batch(step))
+        assert len(progress.pending) < 3
+    assert progress.state()["epoch"]["loss"] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf), (1.0, math.nan)])
+def test_the_first_step_that_is_no_arithmetic_is_named(loss: float, norm: float) -> None:
+    progress = Progress()
+    progress.take(report(2.0, 2.0), batch(4))
+    progress.take(report(loss, 2.0, norm), batch(5))
+    progress.take(report(math.nan, 1.0), batch(6))
+    progress.settle()
+    assert progress.bad is not None
+    assert str(progress.bad) == str((5, loss / 2, norm))
+
+
+def test_a_saved_state_comes_back_also_with_sums_that_are_tensors() -> None:
+    progress = Progress()
+    progress.take(report(3.0, 2.0), batch(0))
+    saved = progress.state()
+    assert not {"pending", "bad"} & set(saved)
+    assert Progress.from_state(dict(saved)) == progress
+    saved["epoch"] = {name: torch.tensor(sums) for name, sums in saved["epoch"].items()}
+    assert Progress.from_state(saved) == progress
