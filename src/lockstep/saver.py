@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from torch import Tensor
+
 from lockstep.agreement import together
 from lockstep.checkpoint import BackgroundWriter, Written, share_of, snapshot
 from lockstep.errors import CheckpointError
@@ -28,6 +30,8 @@ class Saver:
         self.saved_step = run.progress.step if run.resumed_from else None
         self.is_last = False
         """Whether a save that fails can no longer be made good by another."""
+        self._spare: dict[str, Tensor] = {}
+        """The copy that was saved last; no save is under way when the next one is made."""
         self._files: dict[str, dict[str, Any]] = {}
         """What this rank wrote for a checkpoint that awaits the shares of the others."""
         self._commit: Callable[[dict[str, dict[str, Any]]], object] | None = None
@@ -118,10 +122,10 @@ class Saver:
         """Return a copy of what this rank will write: its share, or all of it on the first rank."""
         world = self.run.world
         if not is_sharded:
-            return snapshot(self.run.parts(), world.is_first)
+            return snapshot(self.run.parts(), world.is_first, self._spare)
         follow_first(bare(self.run.model), world)  # or each would write statistics of its own
         share = share_of(self.run.parts(), world.rank, world.size)
-        return share._replace(tensors=snapshot(share.tensors))
+        return share._replace(tensors=snapshot(share.tensors, spare=self._spare))
 
     def _not_saved(self, error: CheckpointError) -> None:
         """Leave nothing half done; then stop, or say it loudly, as the run was told to."""

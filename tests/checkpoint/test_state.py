@@ -326,3 +326,21 @@ def test_torch_alone_would_cast_a_wrong_dtype() -> None:
 def test_a_long_list_of_differences_is_cut() -> None:
     with pytest.raises(CheckpointError, match="and 72 more"):
         load_model_state(nn.Linear(1, 1), {f"extra{n}": torch.ones(1) for n in range(100)})
+
+
+def test_a_snapshot_written_over_an_old_one_holds_the_new_values_in_the_old_memory() -> None:
+    state = {"w": torch.zeros(3), "n": torch.zeros(2), "tied": torch.zeros(1)}
+    state["again"] = state["tied"]
+    spare: dict[str, torch.Tensor] = {}
+    first = snapshot(state, spare=spare)
+    tied = torch.ones(1)
+    state = {"w": torch.ones(3), "n": torch.ones(2, dtype=torch.int64), "again": tied, "tied": tied}
+    second = snapshot(state, spare=spare)
+    state["w"].zero_()
+    assert second["w"].tolist() == [1, 1, 1]
+    assert second["w"].data_ptr() == first["w"].data_ptr()
+    assert second["n"].dtype == torch.int64  # what does not fit is new
+    assert first["n"].tolist() == [0, 0]
+    assert second["tied"] is second["again"]
+    assert set(spare) == set(state)
+    assert snapshot(state, is_wanted=False, spare=spare) == {}
