@@ -226,10 +226,18 @@ def test_a_worker_that_ends_is_replaced_and_told_of(
     assert faults(found) == ["ended with code 3"] * 2
 
 
-def test_a_worker_that_does_not_come_back_is_replaced(tmp_path: Path, quick: None) -> None:
-    found = read(Stuck(tmp_path, 1, lambda: time.sleep(60)), timeout_s=0.8)
+def sleep_long() -> None:
+    time.sleep(60)
+
+
+def test_a_worker_that_does_not_come_back_says_where_it_stands_and_is_replaced(
+    tmp_path: Path, quick: None
+) -> None:
+    found = read(Stuck(tmp_path, 1, sleep_long), timeout_s=0.8)
     assert data_of(found) == data_of(read(Rich(), num_workers=0))
-    assert faults(found) == ["gave no answer for 0.8 s"]
+    (fault,) = faults(found)
+    place = r"in sleep_long \(test_workers.py:\d+\) < __getitem__ \(test_workers.py:\d+\) < .+"
+    assert re.fullmatch(rf"gave no answer for 0.8 s, {place}", fault), fault
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ the processes and how tensors travel from them, which is torch's `DataLoader`; w
 
 import atexit
 import ctypes
+import faulthandler
 import mmap
 import os
 import pickle
+import re
 import signal
 import time
 from collections import Counter, deque
@@ -43,6 +45,8 @@ PATIENCE = 10
 """A leaf may take so many times as long as the slowest so far, whatever the time limit."""
 GOODBYE_S = 1.0
 PR_SET_PDEATHSIG = 1
+NUM_FRAMES = 4
+"""So much is told of where a worker stands."""
 
 Asked = tuple[int, Leaf]
 """A leaf, and how many were asked for before it."""
@@ -108,6 +112,7 @@ class Crew:
         self.waited_s = 0.0
         self._num_taken, self._device = 0, device
         self._coming: Future[MicroBatch | str] | None = None
+        self._stack = os.fdopen(os.memfd_create("stack"), "rb")
         util.get_temp_dir()  # made here, the workers' sockets are removed though they are killed
         # Or torch would raise a worker's death wherever this process happens to be.
         signal_handling._SIGCHLD_handler_set = True
@@ -119,7 +124,7 @@ class Crew:
             prefetch_factor=prefetch,
             timeout=SLICE_S,
             generator=torch.Generator(),  # or it draws a number from the caller's
-            worker_init_fn=partial(_settle, os.getpid()),
+            worker_init_fn=partial(_settle, os.getpid(), self._stack.fileno()),
             multiprocessing_context="fork",
         )
         self._parcels = iter(loader)
@@ -150,7 +155,8 @@ class Crew:
             if stopped_s >= min(STOPPED_S, limit_s):
                 return dict.fromkeys(stopped, f"was stopped by a signal for {stopped_s:.3g} s")
             if self.waited_s >= limit_s:
-                return {turn: f"gave no answer for {self.waited_s:.3g} s"}
+                silence = f"gave no answer for {self.waited_s:.3g} s"
+                return {turn: silence + self._place_of(self.processes[turn].pid)}
         self.waited_s += slice_s
         if isinstance(found := coming.result(), MicroBatch):
             self._num_taken, self._coming = self._num_taken + 1, None
@@ -159,9 +165,20 @@ class Crew:
         fates = {w: _end_of(p) for w, p in enumerate(self.processes) if p.sentinel in ended}
         return fates or {turn: f"sent what cannot be taken in: {found}"}
 
+    def _place_of(self, pid: int) -> str:
+        """Ask a worker where it stands; the call that it is in comes first."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR2)
+        time.sleep(SLICE_S)
+        self._stack.seek(0)
+        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', self._stack.read().decode())
+        told = [f"{f} ({os.path.basename(path)}:{line})" for path, line, f in frames[:NUM_FRAMES]]
+        return f", in {' < '.join(told)}" if told else ""
+
     def end(self) -> None:
         """Kill the workers; torch's own way waits for locks that a dead worker may hold."""
         atexit.unregister(self.end)
+        self._stack.close()
         self._parcels._shutdown = True
         for process in self.processes:
             process.kill()
@@ -212,9 +229,13 @@ class _Desk:
         return torch.frombuffer(packed, dtype=torch.uint8)
 
 
-def _settle(parent: int, worker: int) -> None:
-    """Be a worker: heed no signal that is meant for the parent, and end with it."""
+def _settle(parent: int, stack: int, worker: int) -> None:
+    """Be a worker: heed no signal that is meant for the parent, and end with it.
+
+    Asked by SIGUSR2, it writes its stack to the file `stack`, whatever it is doing.
+    """
     leave_signals_to_parent(worker)
+    faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
