@@ -90,7 +90,7 @@ class Trace:
         for name, spent_s in seconds.items():
             kinds[kind_of(name)] += spent_s
         names = [
-            {"name": name, "kind": kind_of(name), "s": spent_s, "calls": calls[name]}
+            {"name": name, "kind": kind_of(name), "s": spent_s, "calls": calls[name] / TRACED_STEPS}
             for name, spent_s in seconds.most_common()
         ]
         return {

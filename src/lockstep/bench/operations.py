@@ -9,6 +9,7 @@ leaves some of it out, and its backward pass with the scores that it computes ag
 number by number (activations, norms, sums, the optimizer) is not counted.
 """
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,11 +27,10 @@ KINDS = {"conv": "convolution", "attention": "attention"}
 """By a part of an operator's name; what has none of them is a matrix product."""
 OURS = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "inductor"}
 """Torch's own families of operators; what is in another was written by somebody else."""
-LIGHT = ("linalg_vector_norm", "linalg_cross")
-"""Of these, some that go number by number."""
-HEAVY = ("linalg_", "_linalg_", "_fft_", "_cdist_", "_grouped_mm", "_int_mm", "mv", "dot", "vdot")
+HEAVY = r"_?linalg_|_fft_|_cdist_|_grouped_mm|_int_mm|(mv|addmv|dot|vdot)$|.*_(rnn|lstm|gru)"
 """How operators of torch begin that multiply and that torch does not count."""
-RECURRENT = ("_rnn", "_lstm", "_gru")
+LIGHT = {"linalg_vector_norm", "linalg_cross"}
+"""Of these, some that go number by number."""
 
 
 def _attention_on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -113,6 +113,4 @@ def is_missed(name: str) -> bool:
     (False, True, True)
     """
     family, _, own = name.partition(".")
-    if own in LIGHT:
-        return False
-    return family not in OURS or own.startswith(HEAVY) or any(part in own for part in RECURRENT)
+    return family not in OURS or (own not in LIGHT and re.match(HEAVY, own) is not None)

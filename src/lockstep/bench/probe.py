@@ -258,6 +258,7 @@ class Probe:
             "num_workers": run.config.loader.num_workers,
             "global_batch": plan.global_batch,
             "micro_batches": plan.accumulate,
+            "compile": run.config.compile,
             "fixed_batch": run.config.batch.global_batch_size is not None,
             "parameters": sum(p.numel() for p in self.parameters.values()),
         }

@@ -16,7 +16,6 @@ SIZES = (8, 64, 1024)
 """The numbers of GPUs that are forecast."""
 BUSY = 0.8
 """A GPU that is busy for a smaller part of a step waits for the host."""
-HOST_BOUND = "the host is the limit: compile: true, larger micro-batches"
 UNITS = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6}
 WORTH_NAMING = 0.05
 """A loss below this part of a step limits nothing."""
@@ -260,7 +259,10 @@ def work_lines(found: Measured, work: Work) -> list[str]:
     else:
         rows.append(("GPU busy", f"{100 * work.busy:.0f} %", f"kernels: {_percent(work.kinds)}"))
     lines = [f"  {name:<18}{number:>14}   {remark}" for name, number, remark in rows]
-    return [*lines, *([f"  {HOST_BOUND}"] if is_host_bound(found, work) else [])]
+    if is_host_bound(found, work):
+        also = "" if found.facts["compile"] else "compile: true, "
+        lines.append(f"  the host is the limit: {also}larger micro-batches")
+    return lines
 
 
 def is_host_bound(found: Measured, work: Work) -> bool:
