@@ -11,6 +11,7 @@ a recipe could not be measured.
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def ctclip(data: Path, tiny: bool) -> Sequence[object]:
         "data.paths.train": volumes,
         "data.paths.validation": "null",
         "checkpoint.save_dir": data / "run",
-        "data.num_workers": 0 if tiny else 10,
+        "data.num_workers": 0 if tiny else workers_for(4 * 2 * int(np.prod(shape))),
         "data.prefetch_factor": 1,
     }
     if tiny:
@@ -153,6 +154,13 @@ def ctclip(data: Path, tiny: bool) -> Sequence[object]:
             settings |= {f"model.{section}.{key}": value for key, value in keys.items()}
     config = REPOSITORY / "recipes" / "ctclip" / "configs" / "base_config.yaml"
     return ["--config", config, *(f"--set={name}={value}" for name, value in settings.items())]
+
+
+def workers_for(batch_bytes: int, most: int = 10) -> int:
+    """Return how many workers may hold two batches each in shared memory."""
+    shared = Path("/dev/shm")
+    free = shutil.disk_usage(shared).free if shared.exists() else 0
+    return min(most, free // (2 * batch_bytes))
 
 
 def write_volumes(folder: Path, shape: tuple[int, int, int]) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from lockstep import Loader, PartialLoss, train_step
@@ -154,7 +155,12 @@ def test_what_is_compiled_is_counted_as_it_was_written() -> None:
     model(torch.ones(B, WIDTHS[0]))
     assert calls == [1]
     assert counted(model, torch.ones(6, WIDTHS[0])).steps == [by_hand(B)]
+    # Torch by itself compiles nothing where a counter looks on; without one it would.
+    with Operations().counting(), _disable_current_modes():
+        model(torch.ones(B, WIDTHS[0]))
     assert calls == [1]
+    model(torch.ones(B, WIDTHS[0]))
+    assert calls == [1, 1]
 
 
 # --- What the machine can do ---
