@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
@@ -257,6 +258,28 @@ def test_operators_stand_in_for_kernels_on_a_cpu() -> None:
     assert product["calls"] == 2.5  # two and three: neither the first step nor what comes after
     assert found["busy_s"] is None
     assert 0 < product["s"] <= found["kinds_s"]["matmul"] < found["traced_step_s"]
+
+
+def on_gpu(name: str, start_us: float, end_us: float, **more: Any) -> SimpleNamespace:
+    span = SimpleNamespace(start=start_us, end=end_us)
+    return SimpleNamespace(name=name, device_type=DeviceType.CUDA, time_range=span, **more)
+
+
+def test_a_gpu_is_busy_once_however_many_kernels_it_runs() -> None:
+    trace: Any = Trace(CPU, nothing)
+    trace.on_gpu, trace.profile = True, SimpleNamespace()
+    trace.profile.events = lambda: [
+        on_gpu("gemm", 0, 100),
+        on_gpu("ncclDevKernel_AllReduce", 50, 250),
+        on_gpu("gemm", 400, 500),
+        on_gpu("ProfilerStep#1", 0, 900),
+        on_gpu("a name for a span", 0, 900, is_user_annotation=True),
+        SimpleNamespace(name="cudaLaunchKernel", device_type=DeviceType.CPU),
+    ]
+    found = trace.to_json()  # of two steps
+    assert found["busy_s"] == pytest.approx(350e-6 / 2)
+    assert found["kinds_s"] == pytest.approx({"matmul": 100e-6, "exchange": 100e-6})
+    assert {each["name"]: each["calls"] for each in found["names"]}["gemm"] == 1
 
 
 # --- In words ---
