@@ -25,6 +25,7 @@ def load(name: str) -> ModuleType:
 
 
 overhead, stalls = load("overhead"), load("stalls")
+recipes_step = load("recipes_step")
 
 
 def measured(way: str, folder: Path, num_steps: int = 90) -> dict[str, Any]:
@@ -99,3 +100,19 @@ def test_a_missed_target_is_an_exit_code(
     monkeypatch.setattr(sys, "argv", ["stalls"])
     assert stalls.main() == code
     assert ("MISSED" in capsys.readouterr().out) == bool(code)
+
+
+@pytest.mark.parametrize("case", recipes_step.CASES, ids=lambda case: case.name)
+def test_a_recipe_understands_the_words_it_is_measured_with(case: Any, tmp_path: Path) -> None:
+    flags = importlib.import_module(f"lockstep_recipes.{case.recipe}.flags")
+    flags.build([str(word) for word in case.words(tmp_path, True)])
+
+
+def test_the_table_of_recipes_is_made_of_what_was_measured() -> None:
+    work = {"per_s": 3e13, "limit_per_s": 1e14, "dtype": "bf16", "mfu": 0.3, "busy": 0.9}
+    work |= {"update_s": 0.002, "peak_bytes": 10**9, "kinds": {"matmul": 0.6, "copies": 0.4}}
+    found = {"facts": {"device": "a GPU", "global_batch": 8}, "whole_s": [0.1, 0.1, 0.9]}
+    row = recipes_step.row_of(recipes_step.CASES[0], found | {"wait_s": 0.02, "work": work})
+    words = recipes_step.table([row])[1].split()
+    assert words[:5] == ["jit-256", "100.0", "80", "30", "30.0"]
+    assert " ".join(words[5:]) == "% 90 % 20 % matmul 60 %"

@@ -227,6 +227,9 @@ def test_scaling_is_measured_drawn_and_forecast(
     ready = [bucket["ready_s"] for bucket in cut]
     timeline = found["one_process"]["timeline"]
     assert 0 < ready[0] < ready[1] < ready[2] <= timeline["backward_end_s"]
+    for ranks, work in zip((1, 2), found["work"], strict=True):  # 4 samples a rank, 10 layers
+        assert work["operations_each"] == ranks * [4 * [2 * 4 * 1024**2 * (3 * 10 - 1)]]
+        assert 0 < work["mfu"] < 1
     assert found["measured_link"]["bytes_per_s"] > 1e7
     (made,) = found["forecasts"]
     assert made["link"]["bytes_per_s"] == 1e10

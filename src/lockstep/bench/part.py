@@ -32,6 +32,8 @@ class BenchPart:
     steps: int
     """As they are, and as many with gradients kept local."""
     kills: bool = False
+    looks: bool = True
+    """Whether further steps are counted and traced."""
 
     def write(self, folder: Path) -> None:
         """Leave it where the processes of the run find it."""
@@ -117,7 +119,8 @@ class Actor:
             for batch in taking:
                 if probe.next_step():
                     break
-                yield batch
+                with probe.looking():
+                    yield batch
                 probe.step_done()
             taking.close()
             probe.finish()

@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.bench.forecast import SUM_BYTES, Bucket, Timeline
 from lockstep.bench.link import Link, fit_link
 from lockstep.bench.part import BenchPart
+from lockstep.bench.work import Work
 from lockstep.certify.part import TRACE
 from lockstep.cli.certify import Player
 from lockstep.cli.rehearse import Act
@@ -37,9 +38,9 @@ class Bench(Player):
         super().__init__(words, folder, limit_s, tell)
         self.threads = threads
 
-    def measure(self, ranks: int, steps: int) -> "Measured":
+    def measure(self, ranks: int, steps: int, *, looks: bool = True) -> "Measured":
         """Run the command on so many ranks; 0 is as it was typed."""
-        part = BenchPart(steps)
+        part = BenchPart(steps, looks=looks)
         stage = self.play(f"{ranks} x" if ranks else "as typed", part, ranks)  # type: ignore[arg-type]
         return Measured.read(stage, ranks)
 
@@ -88,6 +89,7 @@ class Measured:
     sizes: list[tuple[float, float]]
     sums_per_step: float
     input_samples_per_s: float
+    work: Work | None = None
 
     @classmethod
     def read(cls, stage: Path, ranks: int = 0) -> "Measured":
@@ -118,11 +120,13 @@ class Measured:
             return [max(step) for step in zip(*(rank[name] for rank in found), strict=True)]
 
         first, body_s = found[0], slowest("body_s")
+        looked = [rank.pop("work") for rank in found if "work" in rank]
         sizes = zip(*(rank["sizes"] for rank in found), strict=True)
+        whole_s = each_step("whole_s")
         return cls(
             facts=first,
             ranks=first["size"],
-            whole_s=each_step("whole_s"),
+            whole_s=whole_s,
             local_s=each_step("local_s"),
             wait_s=slowest("whole_wait_s"),
             local_wait_s=slowest("local_wait_s"),
@@ -135,6 +139,7 @@ class Measured:
             sizes=[(same[0][0], max(seconds for _, seconds in same)) for same in sizes],
             sums_per_step=first["sums_per_step"],
             input_samples_per_s=sum(rank["input_samples_per_s"] for rank in found),
+            work=Work.of(looked, median(whole_s)) if looked else None,
         )
 
     @property

@@ -8,7 +8,7 @@ own: when a step is taken, or what the numbers mean.
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from lockstep import parallel
+from lockstep.bench.look import Look
 from lockstep.bench.part import WARMUP_STEPS, BenchPart
 from lockstep.errors import ConfigError
 from lockstep.parallel import bare
@@ -105,6 +106,8 @@ class Probe:
         self.steps: list[Step] = []
         self.num_seen = 0
         self.num_sums = 0
+        self.found: dict[str, Any] = {}
+        self.look: Look | None = None
 
     @property
     def current(self) -> Step | None:
@@ -179,12 +182,16 @@ class Probe:
         return note
 
     def next_step(self) -> bool:
-        """Begin a step; say whether enough of them were taken."""
+        """Begin a step; say whether enough of them were taken. The last ones are not timed."""
+        if self.look is not None:
+            return self._look_on(self.look)
         mark, taken = self.clock.mark(), self.num_seen - WARMUP_STEPS
         if self.steps:
             self.steps[-1].ended = mark
         if taken >= 2 * self.part.steps:
-            return True
+            self._close()
+            self.look = Look(self.run, self.clock.settle) if self.part.looks else None
+            return self._look_on(self.look) if self.look is not None else True
         if taken >= 0:
             is_local = taken // BLOCK % 2 == 1
             full = sum(step.is_local == is_local for step in self.steps) >= self.part.steps
@@ -193,6 +200,15 @@ class Probe:
             self._write({"event": "steps", "taken": self.num_seen})
         self.num_seen += 1
         return False
+
+    def _look_on(self, look: Look) -> bool:
+        self._write({"event": "looking", "taken": self.num_seen})
+        self.num_seen += 1
+        return look.next_step()
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Return the block inside which the step that was begun is to be taken."""
+        return nullcontext() if self.look is None else self.look.looking()
 
     def step_done(self) -> None:
         """Note that the weights have moved."""
@@ -209,14 +225,20 @@ class Probe:
 
     # --- Afterwards ---
 
-    def finish(self) -> None:
-        """Measure what a step is made of, and write everything down. Collective."""
-        sums = self.num_sums / len(self.steps)
+    def _close(self) -> None:
+        """Read the clock; what comes after is not timed."""
         self.clock.settle()
         for hook in self._hooks:
             hook.remove()
-        found = self._steps() | {"sums_per_step": sums}
+        self.found = self._steps() | {"sums_per_step": self.num_sums / len(self.steps)}
         self.steps = []
+
+    def finish(self) -> None:
+        """Measure what a step is made of, and write everything down. Collective."""
+        found = self.found
+        if self.look is not None:
+            self._write({"event": "limits"})
+            found |= {"work": self.look.finish()}
         self._write({"event": "exchanges"})
         found |= self._exchanges()
         self._write({"event": "input"})
@@ -236,6 +258,7 @@ class Probe:
             "num_workers": run.config.loader.num_workers,
             "global_batch": plan.global_batch,
             "micro_batches": plan.accumulate,
+            "compile": run.config.compile,
             "fixed_batch": run.config.batch.global_batch_size is not None,
             "parameters": sum(p.numel() for p in self.parameters.values()),
         }

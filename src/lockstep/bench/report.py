@@ -3,16 +3,20 @@
 Owns: the words and the layout, for people and as JSON. Does not own: any number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.bench.forecast import Forecast, forecast
 from lockstep.bench.link import INTERCONNECTS, Link
 from lockstep.bench.play import Measured
+from lockstep.bench.work import Work
 
 SIZES = (8, 64, 1024)
 """The numbers of GPUs that are forecast."""
+BUSY = 0.8
+"""A GPU that is busy for a smaller part of a step waits for the host."""
+UNITS = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6}
 WORTH_NAMING = 0.05
 """A loss below this part of a step limits nothing."""
 
@@ -145,6 +149,9 @@ class Scaling:
                 {"ranks": each.ranks, "sizes": each.sizes} for each in self.found if each.sizes
             ],
             "measured_link": asdict(self.measured_link) if self.measured_link else None,
+            "work": [
+                {"ranks": each.ranks, **each.work.to_json()} for each in self.found if each.work
+            ],
             "forecasts": [
                 {"link": asdict(link), "gpus": [made.to_json() for made in at]}
                 for link, at in self.forecasts
@@ -211,7 +218,73 @@ def step_lines(found: Measured) -> list[str]:
         f"  {'step':<18}{_ms(found.step_s):>9} ms   +- {_ms(found.spread_s)} ms, "
         f"{found.samples_per_s:.0f} samples/s on {found.ranks} x {found.facts['device']}"
     )
+    lines += work_lines(found, found.work) if found.work else []
     return [line.rstrip() for line in lines]
+
+
+def work_lines(found: Measured, work: Work) -> list[str]:
+    """Say how near a step is to what the machine can do, and what keeps it from there."""
+    amount, unit = _scaled(work.operations)
+    least, most = (f(n for rank in work.operations_each for n in rank) for f in (min, max))
+    spread = f", {_scaled(least)[0]} to {_scaled(most)[0]}" if most > 1.05 * least else ""
+    left_out = ", ".join(["pointwise work", *work.not_counted])
+    reached, reached_unit = _scaled(work.per_s)
+    limit, limit_unit = _scaled(work.limit_per_s)
+    rows = [
+        (
+            "operations",
+            f"{amount} {unit}FLOP",
+            f"a step of a rank{spread}: {_percent(work.operations_by_kind)}; without {left_out}",
+        ),
+        (
+            "rate",
+            f"{reached} {reached_unit}FLOP/s",
+            f"{100 * work.mfu:.3g} % of the {limit} {limit_unit}FLOP/s that a {work.dtype} matrix "
+            "product reaches here (MFU)",
+        ),
+        (
+            "update",
+            f"{_ms(work.update_s)} ms",
+            f"at least: optimizer and averages move {work.update_bytes / 1e9:.3g} GB, a copy "
+            f"{work.bytes_per_s / 1e9:.3g} GB/s",
+        ),
+        (
+            "peak memory",
+            f"{work.peak_bytes / 1e9:.2f} GB",
+            f"of {work.memory_bytes / 1e9:.0f} GB, in the timed steps and before",
+        ),
+    ]
+    if work.busy is None:
+        rows.append(("operators", "", _percent(work.kinds)))
+    else:
+        rows.append(("GPU busy", f"{100 * work.busy:.0f} %", f"kernels: {_percent(work.kinds)}"))
+    lines = [f"  {name:<18}{number:>14}   {remark}" for name, number, remark in rows]
+    if is_host_bound(found, work):
+        also = "" if found.facts["compile"] else "compile: true, "
+        lines.append(f"  the host is the limit: {also}larger micro-batches")
+    return lines
+
+
+def is_host_bound(found: Measured, work: Work) -> bool:
+    """Say whether the GPU waits for the host to ask, and not for data."""
+    is_idle = work.busy is not None and work.busy < BUSY
+    return is_idle and found.wait_s < WORTH_NAMING * found.step_s
+
+
+def _percent(shares: Mapping[str, float]) -> str:
+    """Return shares as words, those below a percent together at the end."""
+    named = {name: share for name, share in shares.items() if share >= 0.01}
+    return ", ".join(f"{name} {100 * share:.0f} %" for name, share in named.items()) or "nothing"
+
+
+def _scaled(number: float) -> tuple[str, str]:
+    """Return a number with three digits, and the prefix of its unit.
+
+    >>> _scaled(2.5e12), _scaled(3.1e8)
+    (('2.5', 'T'), ('310', 'M'))
+    """
+    unit, size = next((u for u in UNITS.items() if number >= u[1]), ("M", 1e6))
+    return f"{number / size:.3g}", unit
 
 
 def input_lines(found: Measured) -> list[str]:

@@ -102,7 +102,7 @@ def bench_input(
     """See whether data come as fast as a command's steps eat them."""
     from lockstep.bench.report import input_lines
 
-    show(words, "input", steps, limit, json_file, input_lines)
+    show(words, "input", steps, limit, json_file, input_lines, looks=False)
 
 
 @benching.command(
@@ -126,13 +126,14 @@ def show(
     limit_s: float,
     json_file: Path | None,
     lay_out: Any,
+    looks: bool = True,
 ) -> None:
     """Measure a command as it was typed, and print what was found in one way or another."""
     from dataclasses import asdict
 
     check_places(json_file)
     with measuring(words, limit_s, what) as bench:
-        found = bench.measure(0, steps)
+        found = bench.measure(0, steps, looks=looks)
     print("\n".join(lay_out(found)), flush=True)
     write(json_file, asdict(found))
 
