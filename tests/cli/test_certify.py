@@ -200,6 +200,8 @@ def test_gradients_rounded_on_their_way_are_rounding_and_a_wrong_sum_is_not(tmp_
     assert certificate.finding.cause == "gradient reduction"
     certificate, _ = prove_parity("Rounded", tmp_path / "exact", exact=True)
     assert certificate.finding is None, certificate
+    asked = json.loads((tmp_path / "exact" / "2 ranks" / "run" / "config.json").read_text())
+    assert asked["config"]["gradients"]["exchange_in"] == "same"
 
 
 @pytest.mark.parametrize("task", ["Gathering", "SyncNormed"])
