@@ -120,26 +120,18 @@ class SlowLink:
         self.alpha_s, self.beta_s = alpha_s, beta_s
         self.line = ThreadPoolExecutor(1)
 
-    def exchange(self, world: Any, buffer: Tensor) -> torch.futures.Future[Tensor]:
+    def exchange(self, own: parallel.Averaging, buffer: Tensor) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        self.line.submit(self.send, world, buffer, done)
+        self.line.submit(self.send, own, buffer, done)
         return done
 
-    def send(self, world: Any, buffer: Tensor, done: torch.futures.Future[Tensor]) -> None:
+    def send(
+        self, own: parallel.Averaging, buffer: Tensor, done: torch.futures.Future[Tensor]
+    ) -> None:
         ends = time.perf_counter() + self.alpha_s + self.beta_s * buffer.nbytes
-        averaged = world.average(Whole(buffer)).wait()
+        averaged = own.average(buffer).wait()
         time.sleep(max(0.0, ends - time.perf_counter()))
         done.set_result(averaged)
-
-
-class Whole:
-    """A bucket that outlives the call it came with."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def buffer(self) -> Tensor:
-        return self.tensor
 
 
 def train(hook: str) -> int:
@@ -151,7 +143,7 @@ def train(hook: str) -> int:
         def exchange(
             own: parallel.Averaging, bucket: GradBucket
         ) -> torch.futures.Future[torch.Tensor]:
-            return slow.exchange(own.world, bucket.buffer())
+            return slow.exchange(own, bucket.buffer())
 
         parallel.Averaging.exchange = exchange
     config = {"max_steps": 10**6, "batch": {"batch_size": 4}, "max_grad_norm": None}

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 from lockstep.data.loader import LoaderConfig
 from lockstep.errors import ConfigError
 from lockstep.observe.sinks import SinkConfig
+from lockstep.parallel import GradientConfig
 from lockstep.parse import parse_model, unknown_key
 from lockstep.plan import BatchConfig, RateConfig
 from lockstep.runtime import MAX_TIMEOUT_S
@@ -111,6 +112,7 @@ class RunConfig(BaseModel):
     averages: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     sync_batch_norm: bool = False
     """Let batch normalisation see the micro-batches of all ranks together."""
+    gradients: GradientConfig = Field(default_factory=GradientConfig)
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """`ddp`: every rank has the model. `fsdp`: ranks have some rows of every parameter each."""
     exact: bool = False
@@ -134,6 +136,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_exactness(self) -> Self:
+        self.gradients.raise_if_unfit(self.exact, self.parallel)
         if self.exact and self.parallel == "fsdp":
             raise ValueError("exact adds whole gradients, fsdp cuts them: set parallel to ddp")
         if self.exact and self.sync_batch_norm:

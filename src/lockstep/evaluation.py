@@ -20,10 +20,11 @@ from lockstep.data.loader import LoaderConfig
 from lockstep.data.order import share
 from lockstep.data.reader import MicroBatch
 from lockstep.exact import TreeSum, sum_nodes
+from lockstep.progress import number
 from lockstep.randomness import seed_torch
 from lockstep.runtime import World
 from lockstep.sharding import is_sharded
-from lockstep.step import as_partial, number
+from lockstep.step import as_partial
 from lockstep.task import Context, PartialLoss, Task
 
 

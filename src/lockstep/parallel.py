@@ -1,15 +1,16 @@
 """Replicate a model over ranks, and what that does to its gradients and state.
 
-Owns: the wrapper that averages gradients, and the way back to the bare module.
+Owns: the wrapper that averages gradients, how they travel, and the way back to the bare module.
 Does not own: when gradients are exchanged; the step says so. Nor a model that is cut over
 ranks (`sharding.py`): it has no wrapper, and averages gradients after every micro-batch.
 """
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -21,13 +22,44 @@ from lockstep.sharding import is_sharded
 T = TypeVar("T")
 
 
-def replicate(model: nn.Module, world: World, leaf_sum: LeafSum | None = None) -> nn.Module:
+class GradientConfig(BaseModel):
+    """How gradients travel between ranks. On one rank they stay, and none of this matters."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    exchange_in: Literal["same", "bf16", "fp16"] = "same"
+    """What gradients are rounded to before they are sent and averaged; `same`: to nothing."""
+    bucket_mb: PositiveInt | None = None
+    """How much is sent at a time; unless said, torch's choice: 1 MB, then 25 MB each."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Return what gradients are sent as, or None for what they are."""
+        return {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.exchange_in]
+
+    def raise_if_unfit(self, exact: bool, parallel: str) -> None:
+        """Refuse what the way that gradients are summed cannot do."""
+        if exact and self != GradientConfig():
+            raise ValueError("exact fixes how gradients are sent and summed: leave out gradients")
+        if parallel == "fsdp" and (self.bucket_mb or self.exchange_in == "fp16"):
+            raise ValueError(
+                "fsdp sends blocks, not buckets, and does not scale them to what fp16 can hold: "
+                "leave out gradients.bucket_mb, and set gradients.exchange_in to bf16"
+            )
+
+
+def replicate(
+    model: nn.Module,
+    world: World,
+    way: "Averaging | LeafSum | None" = None,
+    bucket_mb: int | None = None,
+) -> nn.Module:
     """Put `model` on this rank's device; with several ranks, average its gradients.
 
     All ranks start from the first rank's weights. Buffers stay a rank's own: running
     statistics follow the first rank's when they are used (`follow_first`).
-    `leaf_sum` sums gradients instead, and keeps statistics, alike for any number of ranks.
-    A model that is cut over ranks is left as it is.
+    `way` is how gradients travel, unless as they are; a `LeafSum` sums them, alike for any
+    number of ranks. A model that is cut over ranks is left as it is.
     """
     if is_sharded(model):
         return model
@@ -41,27 +73,62 @@ def replicate(model: nn.Module, world: World, leaf_sum: LeafSum | None = None) -
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        bucket_cap_mb=bucket_mb,
         **options,
     )
-    exchange = leaf_sum or Averaging(world)
+    exchange = way or Averaging(world)
     replica.register_comm_hook(exchange, type(exchange).exchange)
     replica.exchanges = exchange  # type: ignore[assignment]
     return replica
 
 
 class Averaging:
-    """Averages gradients over ranks as torch would by itself, and counts the buckets sent."""
+    """Averages gradients over ranks, and counts the buckets sent.
+
+    Args:
+        dtype: What they are rounded to for the way; unless given, they travel as they are, and
+            the average is what torch would make of them by itself.
+    """
 
     num_sent = 0
     has_failed = False
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, dtype: torch.dtype | None = None) -> None:
+        self.world, self.dtype = world, dtype
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start averaging a bucket."""
         self.num_sent += 1
-        return self.world.average(bucket)
+        return self.average(bucket.buffer())
+
+    def average(self, grads: Tensor) -> torch.futures.Future[Tensor]:
+        """Start averaging numbers over ranks, in place; a subclass may do so in its own way.
+
+        The result must be alike on all ranks. Collective.
+        """
+        world, dtype = self.world, self.dtype
+        if dtype in (None, grads.dtype):
+            return world.all_sum_later(grads.div_(world.size)).then(lambda done: done.value()[0])
+        scale = _fp16_scale(grads, world) if dtype == torch.float16 else grads.new_ones(1)
+        sent = torch.mul(grads, scale / world.size, out=torch.empty_like(grads, dtype=dtype))
+
+        def arrive(done: torch.futures.Future[Any]) -> Tensor:
+            if scale.is_cuda:  # a stream of its own: the memory is not to be given away before
+                scale.record_stream(torch.cuda.current_stream())
+            return torch.div(done.value()[0], scale, out=grads)
+
+        return world.all_sum_later(sent).then(arrive)
+
+
+def _fp16_scale(grads: Tensor, world: World) -> Tensor:
+    """Return the power of two that brings the largest number of all ranks to 2**15. Collective.
+
+    Losses are sums over however many units there are: as they come, they may lie anywhere, and
+    fp16 ends at 65,504 and gets coarse below 6e-5.
+    """
+    largest = torch.linalg.vector_norm(grads, torch.inf).float()[None]
+    exponent = torch.cat(world.all_parts(largest, [1] * world.size)).max().frexp().exponent
+    return torch.ldexp(torch.ones_like(largest), (15 - exponent).clamp(-120, 120)).to(grads.dtype)
 
 
 def begin_exchanges(model: nn.Module) -> None:

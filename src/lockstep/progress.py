@@ -4,6 +4,7 @@ Owns: the sums of losses since the last log line and since the epoch began, and 
 step that was no arithmetic. Does not own: taking a step, or what is done about a bad one.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,3 +114,16 @@ class Progress:
         for key in ("interval", "epoch"):  # tensors, in checkpoints of 0.1
             state[key] = {name: [float(n) for n in sums] for name, sums in state[key].items()}
         return cls(**{**state, "ledger": Ledger(*state["ledger"])})
+
+
+def number(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return a number as float64 on the device, without waiting for it."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64)
+    return _constant(value, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(value: float, device: torch.device) -> Tensor:
+    """Return a plain number; most are the size of a batch, and made once. Not to be changed."""
+    return torch.full((), value, dtype=torch.float64, device=device)

@@ -161,6 +161,8 @@ def banner(run: Run) -> list[str]:
         num = sum(map(is_sharded, run.model.modules())) - 1
         blocks = f"{num} blocks gathered in turn" if num else "warning: no block (Task.blocks)"
         lines.append(f"fsdp: parameters cut over {world.size} ranks, {blocks}")
+    if run.config.gradients.dtype and world.size > 1:
+        lines.append(f"gradients: exchanged in {run.config.gradients.exchange_in}")
     if run.config.exact:
         lines.append(
             f"exact: {', '.join(f'{name} {value}' for name, value in run.numerics.items())}"

@@ -22,12 +22,13 @@ BINDING: tuple[str, ...] = (
     "precision",
     "max_grad_norm",
     "sync_batch_norm",
+    "gradients.exchange_in",
     "exact",
     "evaluation.best_metric",
     "evaluation.best_is",
 )
 """Settings, or sections, that decide what is learned or what is best: a resume keeps them."""
-ROUNDING: tuple[str, ...] = ("compile", "num_threads")
+ROUNDING: tuple[str, ...] = ("compile", "num_threads", "gradients.bucket_mb")
 """Settings that decide the last bits, as hardware does: they bind in exact mode alone."""
 BOUND_ELSEWHERE: tuple[str, ...] = (
     "seed",

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket as GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.detect import Launch, detect_launch
@@ -31,6 +30,7 @@ from lockstep.gradients import gather_over_ranks, sum_over_ranks
 
 if TYPE_CHECKING:
     from lockstep.exact import LeafSum
+    from lockstep.parallel import Averaging
 
 MAX_TIMEOUT_S = 1e8
 """Three years: more than any collective should take, and what a timer can hold."""
@@ -218,11 +218,11 @@ class World:
         """Say whether this is the rank that prints and writes for all."""
         return self.rank == 0
 
-    def replicate(self, model: nn.Module, leaf_sum: "LeafSum | None" = None) -> nn.Module:
+    def replicate(self, model: nn.Module, way: "Averaging | LeafSum | None" = None) -> nn.Module:
         """Put `model` on this rank's device and keep its gradients alike on all ranks."""
         from lockstep.parallel import replicate
 
-        return replicate(model, self, leaf_sum)
+        return replicate(model, self, way)
 
     def all_sum(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks. Collective."""
@@ -293,9 +293,9 @@ class World:
         dist.all_gather(parts, padded, group=self._group(padded))
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
-    def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start averaging a bucket of gradients over ranks. Collective."""
-        return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+    def all_sum_later(self, value: Tensor) -> torch.futures.Future[Any]:
+        """Start summing `value` over ranks, in place. Collective."""
+        return dist.all_reduce(value, async_op=True).get_future()  # type: ignore[no-any-return]
 
     def exchange(
         self, sent: Tensor, lengths: list[int]

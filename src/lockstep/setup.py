@@ -35,7 +35,7 @@ from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
 from lockstep.exact import LeafSum
 from lockstep.non_finite import unbroken
 from lockstep.numerics import fingerprint, settle_numerics
-from lockstep.parallel import bare, replicate
+from lockstep.parallel import Averaging, bare, replicate
 from lockstep.plan import Contract
 from lockstep.progress import Progress
 from lockstep.randomness import seed_all
@@ -77,6 +77,8 @@ class Run:
     """What the data held when the run began, on the first rank."""
     leaf_sum: LeafSum | None = None
     """In exact mode, what adds up."""
+    averaging: Averaging | None = None
+    """Else, what averages gradients over ranks. One's own, then `replicate`: docs/own_loop.md."""
     numerics: dict[str, str] = field(default_factory=dict)
     broken: Tensor | None = None
     """On a GPU, whether a step was no longer arithmetic; see `train_step`."""
@@ -130,7 +132,8 @@ class Run:
 
     def replicate(self) -> None:
         """Spread the model over ranks, or do so anew after a step that failed. Collective."""
-        self.model = replicate(bare(self.model), self.world, self.leaf_sum)
+        way, mb = self.leaf_sum or self.averaging, self.config.gradients.bucket_mb
+        self.model = replicate(bare(self.model), self.world, way, mb)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take back what `parts` returned; the task's own part came before the model."""
@@ -261,7 +264,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     if config.sync_batch_norm and world.size > 1:
         synchronise_batch_norm(model, world)
     if config.parallel == "fsdp":
-        together(world, lambda: shard(model, world, task.blocks(model)))
+        together(world, lambda: shard(model, world, task.blocks(model), config.gradients.dtype))
     else:
         model.to(world.device)
     optimizer = together(world, lambda: task.build_optimizer(model, contract.effective_lr))
@@ -286,6 +289,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         store=store,
         rejected=rejected,
         prints=prints,
+        averaging=Averaging(world, config.gradients.dtype),
     )
     if checkpoint is not None:
         together(world, lambda: run.restore(checkpoint))

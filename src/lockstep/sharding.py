@@ -18,11 +18,14 @@ from lockstep.errors import ConfigError
 from lockstep.runtime import World
 
 
-def shard(model: nn.Module, world: World, blocks: Iterable[nn.Module] = ()) -> nn.Module:
+def shard(
+    model: nn.Module, world: World, blocks: Iterable[nn.Module] = (), via: torch.dtype | None = None
+) -> nn.Module:
     """Cut the parameters of `model` over ranks, in place, and put them on the ranks' devices.
 
     A block is whole only while it computes; what is in none, while the model does. All ranks
     start from the first rank's weights. What is a single number stays whole on every rank.
+    Gradients are rounded to `via`, if given, before they are sent and averaged.
     Alone, there is nothing to cut. Collective.
 
     Raises:
@@ -31,12 +34,13 @@ def shard(model: nn.Module, world: World, blocks: Iterable[nn.Module] = ()) -> n
     if world.size == 1:
         return model.to(world.device)
     from torch.distributed import DeviceMesh, group  # type: ignore[attr-defined]
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     named = dict(model.named_parameters())
     single = {parameter for parameter in named.values() if not parameter.dim()}
     # Of the group there is: where that is gloo on GPUs, torch would make one of NCCL.
     mesh = DeviceMesh.from_group(group.WORLD, world.device.type)  # type: ignore[arg-type]
+    form: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=via)}
     for part in (*_innermost_first(model, blocks), model):
         for parameter in part.parameters():
             if not is_cut(parameter):  # a block at a time: the device could not hold them all
@@ -44,7 +48,7 @@ def shard(model: nn.Module, world: World, blocks: Iterable[nn.Module] = ()) -> n
                 world.all_from_first(parameter.data)
         # The root, too, is cut again after its forward pass: an average that is put into the
         # weights between two evaluations would not reach what is still gathered.
-        fully_shard(part, mesh=mesh, reshard_after_forward=True, ignored_params=single)
+        fully_shard(part, reshard_after_forward=True, ignored_params=single, **form)
     if lost := named.keys() ^ dict(model.named_parameters()).keys():
         raise ConfigError(
             f"parallel=fsdp would cut {', '.join(sorted(lost))} twice: blocks share it",

@@ -6,7 +6,6 @@ to save. Every rank enters `train_step` the same number of times; that is the
 contract the whole package is named after.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +24,7 @@ from lockstep.meeting import Meeting, meet
 from lockstep.memory import fit_together
 from lockstep.non_finite import divide, move
 from lockstep.parallel import bare, begin_exchanges, local_gradients
-from lockstep.progress import StepReport
+from lockstep.progress import StepReport, number
 from lockstep.randomness import seed_others, seed_torch
 from lockstep.runtime import World
 from lockstep.sharding import held, is_sharded, norm_of, sums_and_norm
@@ -212,16 +211,3 @@ def _row(part: PartialLoss) -> Tensor:
     """Lay out sums and weights as one row: loss, weight, then each part's pair, by name."""
     pairs = [(part.loss_sum, part.weight), *(part.parts[name] for name in sorted(part.parts))]
     return torch.stack([number(n, part.loss_sum.device) for pair in pairs for n in pair])
-
-
-def number(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return a number as float64 on the device, without waiting for it."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device, torch.float64)
-    return _constant(value, device)
-
-
-@functools.lru_cache(maxsize=256)
-def _constant(value: float, device: torch.device) -> Tensor:
-    """Return a plain number; most are the size of a batch, and made once. Not to be changed."""
-    return torch.full((), value, dtype=torch.float64, device=device)

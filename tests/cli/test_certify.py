@@ -191,6 +191,19 @@ def test_ranks_are_certified_to_rounding_and_in_exact_mode_to_the_bit(tmp_path: 
     assert set(certificate.columns[0].cells.values()) == {"same bits"}
 
 
+def test_gradients_rounded_on_their_way_are_rounding_and_a_wrong_sum_is_not(tmp_path: Path) -> None:
+    certificate, _ = prove_parity("Rounded", tmp_path / "sound")
+    assert certificate.finding is None, certificate
+    assert 1e-5 < float(certificate.columns[0].cells["weights"].split()[1]) < 1e-2
+    certificate, _ = prove_parity("RoundedAndDetached", tmp_path / "wrong")
+    assert certificate.finding is not None
+    assert certificate.finding.cause == "gradient reduction"
+    certificate, _ = prove_parity("Rounded", tmp_path / "exact", exact=True)
+    assert certificate.finding is None, certificate
+    asked = json.loads((tmp_path / "exact" / "2 ranks" / "run" / "config.json").read_text())
+    assert asked["config"]["gradients"]["exchange_in"] == "same"
+
+
 @pytest.mark.parametrize("task", ["Gathering", "SyncNormed"])
 def test_where_samples_of_ranks_meet_the_same_ones_do(task: str, tmp_path: Path) -> None:
     certificate, _ = prove_parity(task, tmp_path)

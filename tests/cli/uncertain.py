@@ -42,6 +42,12 @@ class Sound(TinyTask):
         return PartialLoss(*self.error(model(batch["x"]), batch))
 
 
+class Rounded(Sound):
+    """Nothing is wrong with it, but gradients are rounded between ranks."""
+
+    settings_of_run = {"gradients": {"exchange_in": "bf16"}}
+
+
 # --- After a resume ----------------------------------------------------------
 
 
@@ -360,6 +366,12 @@ class DetachedGather(Gathering):
         everyone = context.gather(rows.detach()).clone()
         everyone[start : start + len(rows)] = rows
         return everyone
+
+
+class RoundedAndDetached(DetachedGather):
+    """The same, where gradients are also rounded between ranks."""
+
+    settings_of_run = Rounded.settings_of_run
 
 
 class ShakenGather(Gathering):

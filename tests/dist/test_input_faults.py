@@ -234,6 +234,7 @@ OTHER: dict[str, Any] = {
     "evaluation.best_metric": "heavy",
     "evaluation.best_is": "highest",
     "precision": "bf16",
+    "gradients.exchange_in": "bf16",
     "averages": [0.5],
     "device": "cuda",
     "parallel": "fsdp",

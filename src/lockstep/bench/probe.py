@@ -312,14 +312,17 @@ class Probe:
         names = sorted(self.ready_s, key=lambda name: self.ready_s[name])
         tensors: list[Tensor] = [self.parameters[name] for name in names]
         dense, order = [False] * len(names), list(range(len(names)))
-        cut, _ = _compute_bucket_assignment_by_size(tensors, BUCKET_LIMITS_BYTES, dense, order)
+        asked = self.run.config.gradients.bucket_mb
+        limits = [asked << 20] if asked else BUCKET_LIMITS_BYTES
+        cut, _ = _compute_bucket_assignment_by_size(tensors, limits, dense, order)
         return [self._bucket([tensors[index] for index in indices]) for indices in cut]
 
     def _bucket(self, parameters: list[Tensor]) -> tuple[int, float]:
-        """Return the bytes of a bucket, and when it is ready."""
+        """Return the bytes that are sent of a bucket, and when it is ready."""
+        sent_as = self.run.config.gradients.dtype
         places = {id(p): name for name, p in self.parameters.items()}
         ready_s = max(self.ready_s.get(places[id(p)], 0.0) for p in parameters)
-        return sum(p.nbytes for p in parameters), ready_s
+        return sum(p.numel() * (sent_as or p.dtype).itemsize for p in parameters), ready_s
 
     def _input(self) -> dict[str, Any]:
         """Return how fast batches come when nobody trains on them."""
@@ -356,7 +359,7 @@ def time_together(action: Callable[[], object], world: World, clock: Clock) -> f
 
 
 def _send(message: GradBucket, world: World) -> None:
-    world.average(message).wait()
+    world.all_sum_later(message.buffer()).wait()
 
 
 def time_sizes(world: World, clock: Clock) -> list[tuple[int, float]]:

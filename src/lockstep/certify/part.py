@@ -60,8 +60,11 @@ class Part:
             "sinks": SinkConfig(curves=False),
         }
         if self.exact:
+            from lockstep.parallel import GradientConfig
+
             # One or the other.
             update |= {"exact": True, "sync_batch_norm": False, "parallel": "ddp"}
+            update["gradients"] = GradientConfig()
         config = config.model_copy(update=update)
         if self.most_ranks:
             same = one_batch(task, config, world_size, self.most_ranks)

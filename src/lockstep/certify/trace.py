@@ -57,6 +57,7 @@ class Tracer:
         """Write down what the run starts from."""
         run = self.run
         plan: dict[str, Any] = {"joint": self.is_joint, "reduced": run.autocast is not None}
+        plan["rounded"] = run.config.gradients.dtype is not None
         for name in ("num_samples", "global_batch", "leaves_per_step", "steps_per_epoch"):
             plan[name] = getattr(run.contract.plan, name)
         self._write({"event": "start", "step": run.progress.step, "plan": plan})
