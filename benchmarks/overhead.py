@@ -410,6 +410,8 @@ def measure(ways: list[str], num_processes: int, args: argparse.Namespace) -> li
         for way in list(rounds) if number % 2 == 0 else list(reversed(rounds)):
             try:
                 rounds[way].append(take_round(way, num_processes, args))
+                spent = f"{rounds[way][-1]['step_us']:.0f} us a step"
+                print(f"round {number + 1}, {num_processes} x {way}: {spent}", flush=True)
             except RuntimeError as error:
                 if WAYS[way][1] in ("torch", "lockstep"):
                     raise
