@@ -156,15 +156,16 @@ def measure(num_ranks: int, args: argparse.Namespace) -> dict[str, Any]:
         for number in range(args.rounds):
             plain_ms += [1e3 * s for s in run(("plain",), Path(folder) / f"plain_{number}")[0]]
             exact_ms += [1e3 * s for s in run(("exact",), Path(folder) / f"exact_{number}")[0]]
+    plain, exact = (statistics.median(ms) if ms else math.nan for ms in (plain_ms, exact_ms))
     ratios = sorted(b / a for a, b in zip(bare, guarded, strict=True))
     apart = max(0, int((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2))
     return {
         "ranks": num_ranks,
         "leaves": args.leaves,
         "bare_ms": 1e3 * statistics.median(bare),
-        "plain_ms": statistics.median(plain_ms),
-        "exact_ms": statistics.median(exact_ms),
-        "exact_over_plain": statistics.median(exact_ms) / statistics.median(plain_ms),
+        "plain_ms": plain,
+        "exact_ms": exact,
+        "exact_over_plain": exact / plain,
         "guards_over_bare": statistics.median(ratios),
         "guards_95": [ratios[apart], ratios[-1 - apart]],
     }
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=32)
     parser.add_argument("--leaves", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of exact mode; 0: the guards alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = [measure(ranks, args) for ranks in args.ranks]
