@@ -381,7 +381,9 @@ def _back_qk(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | Non
 differentiate(qk, _back_qk, _save_qk)
 
 
-class _Attach(torch.autograd.Function):
+class Attach(torch.autograd.Function):
+    """Pass `data` on as it is and send its gradient to `token`."""
+
     @staticmethod
     def forward(ctx: Any, data: Tensor, token: Tensor) -> Tensor:
         return data.view_as(data)
@@ -389,13 +391,6 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, gradient
-
-
-# `attach` passes `data` on as it is and sends its gradient to `token`. It is an operator
-# because DDP's cutting of compiled graphs refuses a graph with an autograd.Function in it.
-_library = torch.library.Library("lockstep_jit", "FRAGMENT")
-_library.define("attach(Tensor(a) data, Tensor token) -> Tensor(a)")
-_library.impl("attach", _Attach.apply, "CompositeImplicitAutograd")
 
 
 # --- Gated add, norm, modulation --------------------------------------------------------------
@@ -751,7 +746,7 @@ def attend(layer: "Attention", x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     qkv = F.linear(x, layer.qkv.weight, bias.detach())
     q, k, token = qk(qkv, layer.q_norm.weight, layer.k_norm.weight, cos, sin, bias, heads)
     values = qkv.detach().unflatten(2, (3, heads, -1))[:, :, 2]
-    v = torch.ops.lockstep_jit.attach(values, token)
+    v = Attach.apply(values, token)
     mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     return F.linear(mixed.transpose(1, 2).flatten(2), layer.out.weight, layer.out.bias.detach())
 

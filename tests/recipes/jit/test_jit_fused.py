@@ -39,12 +39,12 @@ def make(width: int, heads: int, tokens: int, images: int) -> tuple[Block, list[
     return block, [x.double(), condition.double(), angle.cos(), angle.sin()]
 
 
-def results(block: Block, inputs: list[Tensor], *, bf16: bool = False) -> dict[str, Tensor]:
+def results(block: Block, inputs: list[Tensor], *, fp16: bool = False) -> dict[str, Tensor]:
     """Return the output and every gradient."""
     x, condition, cos, sin = inputs
     x, condition = x.clone().requires_grad_(), condition.clone().requires_grad_()
     block.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+    with torch.autocast("cpu", torch.float16, enabled=fp16):
         y = block(x, condition, cos, sin)
     torch.manual_seed(1)
     y.backward(torch.randn(y.shape, dtype=torch.float64).to(y.dtype))
@@ -53,37 +53,39 @@ def results(block: Block, inputs: list[Tensor], *, bf16: bool = False) -> dict[s
     return {name: value.detach().double() for name, value in found.items()}
 
 
-def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
-    """Return the largest error, in units of the largest value, and whose it is."""
-    return max(
-        ((found[name] - value).abs().max() / value.abs().max()).item()
-        if found[name].isfinite().all()
-        else float("inf")
-        for name, value in wanted.items()
-    ), max(wanted, key=lambda name: (found[name] - wanted[name]).abs().max().nan_to_num(9e9))
+def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """Return the norm of each value's error over the value's norm."""
+    return {k: ((found[k] - v).norm() / v.norm()).item() for k, v in wanted.items()}
 
 
 def compare(width: int, heads: int, tokens: int, images: int) -> None:
-    """Compare a block with the plain one in float64, in float32 and under autocast."""
+    """Compare a block with the plain one in float64; in fp16 it may err as the plain one does.
+
+    Not in bf16, to which the interpreter does not round but truncates.
+    """
     block, inputs = make(width, heads, tokens, images)
     wanted = results(block, inputs)
     block.float()
     inputs = [value.float() for value in inputs]
-    low = [inputs[0].bfloat16(), *inputs[1:]]
-    plain_low = error(results(block, low, bf16=True), wanted)
+    low = [inputs[0].half(), *inputs[1:]]
+    plain = errors(results(block, low, fp16=True), wanted)
+
     block.fused = fused.forward
-    full, rounded = error(results(block, inputs), wanted), results(block, low, bf16=True)
-    again = results(block, low, bf16=True)
-    print(f"W {width} S {tokens}: float32 {full}, bf16 {error(rounded, wanted)}, plain {plain_low}")
-    assert full[0] < 2e-5
-    assert error(rounded, wanted)[0] < 2 * plain_low[0]
+    full = errors(results(block, inputs), wanted)
+    rounded = results(block, low, fp16=True)
+    ratios = {name: error / plain[name] for name, error in errors(rounded, wanted).items()}
+    print(
+        f"W {width} S {tokens}: float32 {max(full.values()):.1e}, fp16 {max(ratios.values()):.2f}"
+    )
+    assert max(full.values()) < 5e-6, full
+    assert max(ratios.values()) < 1.2, ratios
+    again = results(block, low, fp16=True)
     assert all(torch.equal(rounded[name], again[name]) for name in rounded)
-    with torch.no_grad():
-        y = block(*inputs).double()
-    assert ((y - wanted["y"]).abs().max() / wanted["y"].abs().max()).item() < 2e-5
+
     strided = inputs[0].repeat_interleave(2, dim=1)[:, ::2]
     with torch.no_grad():
-        assert torch.equal(block(strided, *inputs[1:]).double(), y)
+        y = block(strided, *inputs[1:]).double()
+    assert ((y - wanted["y"]).norm() / wanted["y"].norm()).item() < 5e-6
 
 
 @pytest.mark.skipif(NO_TRITON, reason="triton, which interprets its kernels here, is not installed")
@@ -197,5 +199,5 @@ def test_the_faulty_reduction_is_off_only_where_torch_has_it(
 
 
 if __name__ == "__main__":
-    for sizes in [(192, 3, 13, 2), (320, 4, 41, 3), (768, 12, 19, 2)]:
+    for sizes in [(192, 3, 13, 2), (80, 1, 43, 1)]:
         compare(*sizes)
