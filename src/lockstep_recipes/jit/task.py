@@ -39,7 +39,7 @@ from lockstep_recipes.jit.data import (
 )
 from lockstep_recipes.jit.evaluate import FeatureNetwork, Moments
 from lockstep_recipes.jit.inception import load_inception
-from lockstep_recipes.jit.model import JiT, build_jit, check_image_size
+from lockstep_recipes.jit.model import Block, JiT, build_jit, check_image_size
 
 Quantity = Literal["x", "eps", "v"]
 
@@ -138,6 +138,15 @@ def error_factor(
     return factors.get((pred, loss), torch.ones_like(t))
 
 
+def compiler_options() -> dict[str, Any]:
+    """Return what to turn off: torch 2.11 reduces some batch sizes (64) with a kernel that fails.
+
+    "shape '[1024, 768]' is invalid for input of size 0".
+    """
+    faulty = "triton.mix_order_reduction"
+    return {faulty: False} if faulty in torch._inductor.list_options() else {}
+
+
 class JiTTask(Task):
     """Train a JiT on a folder of images, or of texts painted as pixels.
 
@@ -231,10 +240,19 @@ class JiTTask(Task):
         )
 
     def compile(self, model: nn.Module) -> None:
-        """Compile one block; the others are alike and reuse it."""
+        """Compile one block, which the others reuse, and both ends; own kernels where they fit."""
+        from lockstep_recipes.jit import fused  # triton, where there is one: not at start
+
         assert isinstance(model, JiT)
+        options = compiler_options()
         for block in model.blocks:
-            block.compile()
+            assert isinstance(block, Block)
+            block.fused = fused.forward if fused.fits(block) else None
+            block.compile(options=options)
+        model.embed = torch.compile(model.embed, options=options)  # type: ignore[method-assign]
+        model.read_out = torch.compile(  # type: ignore[method-assign]
+            model.read_out, options=options
+        )
 
     # --- loss ---------------------------------------------------------------------------------
 

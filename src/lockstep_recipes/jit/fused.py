@@ -1,0 +1,407 @@
+# mypy: allow-untyped-calls
+"""A JiT block computed with kernels of our own between its matrix products (`kernels.py`).
+
+Owns: the kernels as torch operators with gradients, their launches and sizes; `forward`,
+which computes what a block does with them. Does not own: the block, whose plain code
+(`model.py`) is the definition; which blocks are computed so (`task.py`).
+
+Sizes of programs are constants, never tuned by timing: they set the order of sums, so two
+runs would differ in the last bits.
+
+Two ways of speaking to autograd that spare passes over memory:
+    bias     The linear layer before an operator adds `bias.detach()`. The operator's
+             backward pass has the gradient of the layer's output in hand, sums it over the
+             tokens on the way, and returns it as the gradient of the bias.
+    token    An output of stride 0 that stands for a tensor. It is never read; the gradient
+             of the tensor comes back through it, to the pass that has use for it.
+
+Shapes: B images, S tokens, W width, A heads, D width of a head, H hidden width.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep_recipes.jit.kernels import (
+    HAS_TRITON,
+    column_sum_kernel,
+    norm_backward_kernel,
+    norm_finish_kernel,
+    norm_kernel,
+    qk_backward_kernel,
+    qk_kernel,
+    swiglu_backward_kernel,
+    swiglu_kernel,
+    wrap_triton,
+)
+
+if TYPE_CHECKING:
+    from lockstep_recipes.jit.model import Attention, Block, SwiGLU
+
+# The best of those tried on an H200 (132 multiprocessors) at B 256, S 288, W 768.
+SWIGLU = 8, 256, 4  # rows, columns, warps
+SWIGLU_BACKWARD = 128, 4, 512, 4  # rows a program, rows at once, columns, warps
+QK = 32, 4  # tokens, warps
+QK_BACKWARD = 256, 16, 4  # tokens a program, tokens at once, warps
+NORM = 8, 256  # tokens a program at most, columns a warp
+NORM_BACKWARD = 40, 256
+COLUMN_SUM = 64, 32  # rows at once, columns
+
+
+def operator(function: Any) -> Any:
+    """Make the function an operator that compiled code launches kernel by kernel."""
+    name = f"lockstep_jit::{function.__name__}"
+    return torch.library.triton_op(name, function, mutates_args=()) if HAS_TRITON else function
+
+
+def differentiate(forward: Any, backward: Any, save: Any) -> None:
+    """Give an operator its gradient."""
+    if HAS_TRITON:
+        forward.register_autograd(backward, setup_context=save)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Divide, rounding up."""
+    return (a + b - 1) // b
+
+
+def power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+# --- Sums of partial sums ---------------------------------------------------------------------
+
+
+def column_sum(partial: Tensor) -> Tensor:
+    """Sum (G, P, N) over P."""
+    G, P, N = partial.shape
+    out = partial.new_empty(G, N)
+    rows, cols = COLUMN_SUM
+    tiles = cdiv(N, cols)
+    wrap_triton(column_sum_kernel)[(G * tiles,)](
+        partial, out, P, N, tiles, ROWS=rows, COLS=cols, num_warps=4
+    )
+    return out
+
+
+# --- SwiGLU -----------------------------------------------------------------------------------
+
+
+@operator
+def swiglu(gv: Tensor, bias: Tensor) -> Tensor:
+    """Return silu(gate) * value (B, S, H) of gate|value (B, S, 2H), made with `bias`."""
+    B, S, H = gv.shape[0], gv.shape[1], gv.shape[2] // 2
+    h = gv.new_empty(B, S, H)
+    rows, cols, num_warps = SWIGLU
+    tiles = cdiv(H, cols)
+    wrap_triton(swiglu_kernel)[(cdiv(B * S, rows) * tiles,)](
+        gv, h, B * S, tiles, H=H, ROWS=rows, COLS=cols, num_warps=num_warps
+    )
+    return h
+
+
+@operator
+def swiglu_backward(dh: Tensor, gv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate|value and of its bias (1, 2H)."""
+    B, S, H = dh.shape
+    dgv = torch.empty_like(gv)
+    chunk, rows, cols, num_warps = SWIGLU_BACKWARD
+    tiles, chunks = cdiv(H, cols), cdiv(B * S, chunk)
+    partial = gv.new_empty(1, chunks, 2 * H, dtype=torch.float32)
+    wrap_triton(swiglu_backward_kernel)[(chunks * tiles,)](
+        dh, gv, dgv, partial, B * S, tiles,
+        H=H, CHUNK=chunk, ROWS=rows, COLS=cols, num_warps=num_warps,
+    )  # fmt: skip
+    return dgv, column_sum(partial)
+
+
+def _save_swiglu(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back_swiglu(ctx: Any, dh: Tensor) -> tuple[Tensor, ...]:
+    gv, bias = ctx.saved_tensors
+    dgv, dbias = swiglu_backward(dh.contiguous(), gv)
+    return dgv, dbias[0].to(bias.dtype)
+
+
+differentiate(swiglu, _back_swiglu, _save_swiglu)
+
+
+# --- Norm and rotation of queries and keys ----------------------------------------------------
+
+
+@operator
+def qk(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
+    bias: Tensor, heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return queries, keys and a token for the values, each (B, S, A, D), of qkv (B, S, 3W)."""
+    B, S, W = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    shape = B, S, heads, W // heads
+    q, k, token = qkv.new_empty(shape), qkv.new_empty(shape), qkv.new_empty(1).expand(shape)
+    rows, num_warps = QK
+    wrap_triton(qk_kernel)[(cdiv(B * S, rows) * heads,)](
+        qkv, q_weight, k_weight, cos, sin, q, k, B * S, S,
+        A=heads, D=W // heads, HALF=power_of_2(W // heads // 2), ROWS=rows, num_warps=num_warps,
+    )  # fmt: skip
+    return q, k, token
+
+
+@operator
+def qk_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor,
+    q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of qkv, of its bias (with 2W more), of both norm weights (2, D)."""
+    B, S, A, D = dq.shape
+    chunk, rows, num_warps = QK_BACKWARD
+    chunks = cdiv(B * S, chunk)
+    dqkv = torch.empty_like(qkv)
+    partial = qkv.new_empty(1, chunks, 5 * A * D, dtype=torch.float32)
+    wrap_triton(qk_backward_kernel)[(chunks * A,)](
+        dq, dk, dv, qkv, q_weight, k_weight, cos, sin, dqkv, partial, B * S, S,
+        dq.stride(0), dq.stride(1), dq.stride(2), dk.stride(0), dk.stride(1), dk.stride(2),
+        dv.stride(0), dv.stride(1), dv.stride(2),
+        A=A, D=D, HALF=power_of_2(D // 2), CHUNK=chunk, ROWS=rows, num_warps=num_warps,
+    )  # fmt: skip
+    sums = column_sum(partial)
+    return dqkv, sums, column_sum(sums[0, 3 * A * D :].reshape(2, A, D))
+
+
+def _save_qk(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:-1])
+
+
+def _back_qk(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, q_weight, k_weight, cos, sin, bias = ctx.saved_tensors
+    dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk, dv))
+    dqkv, sums, dw = qk_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin)
+    dbias = sums[0, : qkv.shape[-1]].to(bias.dtype)
+    return dqkv, dw[0].to(q_weight.dtype), dw[1].to(k_weight.dtype), None, None, dbias, None
+
+
+differentiate(qk, _back_qk, _save_qk)
+
+
+class Attach(torch.autograd.Function):
+    """Pass `data` on as it is and send its gradient to `token`."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, token: Tensor) -> Tensor:
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+# --- Gated add, norm, modulation --------------------------------------------------------------
+
+
+def cut(S: int, W: int, tile: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Cut S tokens into equal chunks: how many, how long; the block of a row; warps."""
+    longest, columns = tile
+    chunks, block = cdiv(S, longest), power_of_2(W)
+    return chunks, cdiv(S, chunks), block, min(16, max(1, block // columns))
+
+
+def undo_norm(
+    d_out: Tensor, d_new: Tensor, x_new: Tensor, rstd: Tensor, branch: Tensor, gate: Tensor,
+    weight: Tensor, scale: Tensor, dx: Tensor, dbranch: Tensor, gated: bool, norm: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Fill dx and dbranch; return the sums per image and, over images, of weight and bias."""
+    B, S, W = d_new.shape
+    chunks, chunk, block, num_warps = cut(S, W, NORM_BACKWARD)
+    plane = B * chunks * W
+    partial = d_new.new_empty(2 * (gated + norm), B, chunks, W, dtype=torch.float32)
+    wrap_triton(norm_backward_kernel)[(B * chunks,)](
+        d_out, d_new, x_new, rstd, branch, gate, weight, scale, dx, dbranch, partial,
+        S, chunks, chunk, gate.stride(0), scale.stride(0), plane,
+        W=W, BLOCK=block, GATED=gated, NORM=norm, num_warps=num_warps,
+    )  # fmt: skip
+    per_image = scale.new_empty(gated + 2 * norm, B, W)
+    per_weight = d_new.new_empty(gated + norm, B, W, dtype=torch.float32)
+    cols = min(256, block)
+    tiles = cdiv(W, cols)
+    wrap_triton(norm_finish_kernel)[(B * tiles,)](
+        partial, gate, weight, scale, per_image, per_weight, B, plane, chunks, tiles,
+        gate.stride(0), scale.stride(0), W=W, COLS=cols, GATED=gated, NORM=norm, num_warps=2,
+    )  # fmt: skip
+    return per_image, column_sum(per_weight)
+
+
+@operator
+def norm(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the modulated norm of x (B, S, W), 1 / root mean square (B, S), a token for x."""
+    B, S, W = x.shape
+    out, rstd = torch.empty_like(x, dtype=shift.dtype), x.new_empty(B, S, dtype=torch.float32)
+    chunks, chunk, block, num_warps = cut(S, W, NORM)
+    wrap_triton(norm_kernel)[(B * chunks,)](
+        x, x, shift, weight, shift, scale, out, out, rstd, S, chunks, chunk,
+        0, shift.stride(0), scale.stride(0),
+        W=W, BLOCK=block, GATED=False, NORM=True, num_warps=num_warps,
+    )  # fmt: skip
+    return out, rstd, x.new_empty(1).expand(B, S, W)
+
+
+@operator
+def norm_backward(
+    d_out: Tensor, d_new: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx, (shift, scale) per image (2, B, W), and weight (1, W)."""
+    dx = torch.empty_like(x)
+    sums = undo_norm(d_out, d_new, x, rstd, x, scale, weight, scale, dx, dx, False, True)
+    return dx, *sums
+
+
+def _save_norm(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, _, scale = inputs
+    ctx.save_for_backward(x, output[1], weight, scale)
+
+
+def _back_norm(ctx: Any, d_out: Tensor, _: Tensor, d_skip: Tensor) -> tuple[Tensor, ...]:
+    x, rstd, weight, scale = ctx.saved_tensors
+    dx, per_image, dw = norm_backward(
+        d_out.contiguous(), d_skip.contiguous(), x, rstd, weight, scale
+    )
+    return dx, dw[0].to(weight.dtype), per_image[0], per_image[1]
+
+
+differentiate(norm, _back_norm, _save_norm)
+
+
+@operator
+def gated_norm(
+    x: Tensor, skip: Tensor, branch: Tensor, gate: Tensor, bias: Tensor,
+    weight: Tensor, shift: Tensor, scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return x + gate * branch, its modulated norm, and 1 / root mean square.
+
+    `skip` is the token that takes the gradient of x, which is detached; `bias` is that of
+    the layer which made `branch`.
+    """
+    B, S, W = x.shape
+    x_new, out = torch.empty_like(x), torch.empty_like(x, dtype=shift.dtype)
+    rstd = x.new_empty(B, S, dtype=torch.float32)
+    chunks, chunk, block, num_warps = cut(S, W, NORM)
+    wrap_triton(norm_kernel)[(B * chunks,)](
+        x, branch, gate, weight, shift, scale, x_new, out, rstd, S, chunks, chunk,
+        gate.stride(0), shift.stride(0), scale.stride(0),
+        W=W, BLOCK=block, GATED=True, NORM=True, num_warps=num_warps,
+    )  # fmt: skip
+    return x_new, out, rstd
+
+
+@operator
+def gated_norm_backward(
+    d_new: Tensor, d_out: Tensor, x_new: Tensor, rstd: Tensor, branch: Tensor, gate: Tensor,
+    weight: Tensor, scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dx, dbranch, (shift, scale, gate) per image (3, B, W), (weight, bias) (2, W)."""
+    dx, dbranch = torch.empty_like(x_new), torch.empty_like(branch)
+    sums = undo_norm(
+        d_out, d_new, x_new, rstd, branch, gate, weight, scale, dx, dbranch, True, True
+    )
+    return dx, dbranch, *sums
+
+
+def _save_gated_norm(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, branch, gate, bias, weight, _, scale = inputs
+    ctx.save_for_backward(output[0], output[2], branch, gate, weight, scale, bias)
+
+
+def _back_gated_norm(
+    ctx: Any, d_new: Tensor, d_out: Tensor, _: Tensor
+) -> tuple[Tensor | None, ...]:
+    *saved, bias = ctx.saved_tensors
+    dx, dbranch, (d_shift, d_scale, d_gate), (dw, dbias) = gated_norm_backward(
+        d_new.contiguous(), d_out.contiguous(), *saved
+    )
+    dw, dbias = dw.to(saved[4].dtype), dbias.to(bias.dtype)
+    return None, dx, dbranch, d_gate, dbias, dw, d_shift, d_scale
+
+
+differentiate(gated_norm, _back_gated_norm, _save_gated_norm)
+
+
+@operator
+def gated_add(x: Tensor, branch: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
+    """Return x + gate * branch; `bias` is that of the layer which made `branch`."""
+    B, S, W = x.shape
+    x_new = torch.empty_like(x)
+    chunks, chunk, block, num_warps = cut(S, W, NORM)
+    wrap_triton(norm_kernel)[(B * chunks,)](
+        x, branch, gate, gate, gate, gate, x_new, x_new, x_new, S, chunks, chunk,
+        gate.stride(0), 0, 0, W=W, BLOCK=block, GATED=True, NORM=False, num_warps=num_warps,
+    )  # fmt: skip
+    return x_new
+
+
+@operator
+def gated_add_backward(
+    d_new: Tensor, branch: Tensor, gate: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dbranch, gate per image (1, B, W), and bias (1, W)."""
+    d = torch.empty_like(branch)
+    sums = undo_norm(d_new, d_new, branch, branch, branch, gate, gate, gate, d, d, True, False)
+    return d, *sums
+
+
+def _save_gated_add(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _back_gated_add(ctx: Any, d_new: Tensor) -> tuple[Tensor, ...]:
+    branch, gate, bias = ctx.saved_tensors
+    dbranch, d_gate, dbias = gated_add_backward(d_new.contiguous(), branch, gate)
+    return d_new, dbranch, d_gate[0], dbias[0].to(bias.dtype)
+
+
+differentiate(gated_add, _back_gated_add, _save_gated_add)
+
+
+# --- A block ----------------------------------------------------------------------------------
+
+
+def fits(block: "Block") -> bool:
+    """Say whether the block may be computed so: on a GPU with triton, and without dropout."""
+    weight = block.attention.qkv.weight
+    if not HAS_TRITON or weight.device.type != "cuda" or block.attention.dropout.p > 0:
+        return False
+    is_recent = torch.cuda.get_device_capability(weight.device) >= (8, 0)  # knows bf16
+    return is_recent and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def forward(block: "Block", x: Tensor, condition: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Compute `block(x, condition, cos, sin)`."""
+    shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = block.modulation(condition).chunk(6, 1)
+    x = x.contiguous()
+    normed, _, skip = norm(x, block.attention_norm.weight, shift_a, scale_a)
+    mixed, bias = attend(block.attention, normed, cos, sin), block.attention.out.bias
+    x, normed, _ = gated_norm(
+        x.detach(), skip, mixed, gate_a, bias, block.mlp_norm.weight, shift_m, scale_m
+    )
+    updated: Tensor = gated_add(x, feed(block.mlp, normed), gate_m, block.mlp.out.bias)
+    return updated
+
+
+def attend(layer: "Attention", x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Mix the tokens (B, S, W); the bias of `out` gets its gradient from the gated add."""
+    bias, heads = layer.qkv.bias, layer.heads
+    qkv = F.linear(x, layer.qkv.weight, bias.detach())
+    q, k, token = qk(qkv, layer.q_norm.weight, layer.k_norm.weight, cos, sin, bias, heads)
+    values = qkv.detach().unflatten(2, (3, heads, -1))[:, :, 2]
+    v = Attach.apply(values, token)
+    mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    return F.linear(mixed.transpose(1, 2).flatten(2), layer.out.weight, layer.out.bias.detach())
+
+
+def feed(layer: "SwiGLU", x: Tensor) -> Tensor:
+    """Transform each token (B, S, W) by itself; `out`'s bias as in `attend`."""
+    bias = layer.gate_and_value.bias
+    hidden = swiglu(F.linear(x, layer.gate_and_value.weight, bias.detach()), bias)
+    return F.linear(hidden, layer.out.weight, layer.out.bias.detach())
