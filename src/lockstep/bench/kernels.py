@@ -21,8 +21,8 @@ TRACE_STEPS = 1 + TRACED_STEPS
 
 NAMES = (
     ("exchange", r"nccl|c10d|gloo"),
-    ("attention", r"flash|fmha|attention|sdpa|scaled_dot"),
-    ("pointwise/reduction", r"norm|(^|::|_)bn_|triton_(poi|red|per)|softmax"),
+    ("attention", r"flash|fmha|attention|sdpa|scaled_dot|dot_do_o|convert_dq"),
+    ("pointwise/reduction", r"norm|(^|::|_)bn_|triton_(poi|red|per)|softmax|glu|column_sum|^qk_"),
     ("copies", r"memcpy|memset|copy|nchwtonhwc|nhwctonchw|aten::(cat|stack|zero_|fill_)"),
     ("convolution", r"conv(?!ert)|wgrad|dgrad|fprop|cudnn|winograd"),
     ("matmul", r"gemm|gemv|cutlass|nvjet|cublas|splitk|xmma|wgmma|triton_(mm|bmm|tem)"),
