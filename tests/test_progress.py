@@ -29,6 +29,14 @@ def test_sums_and_weights_are_those_of_all_steps_pending_and_settled() -> None:
     assert (progress.step, progress.consumed) == (2, 16)
 
 
+def test_parts_that_come_and_go_from_step_to_step_are_kept_apart() -> None:
+    progress = Progress()
+    for step, names in enumerate((["a"], ["b"], [], ["a"])):
+        sums = torch.tensor([1.0, 1.0, *([float(step + 1), 2.0] * len(names))])
+        progress.take(StepReport(sums, names, torch.tensor(1.0), [sums]), batch(step))
+    assert progress.state()["epoch"] == {"loss": [4.0, 4.0], "a": [5.0, 4.0], "b": [2.0, 2.0]}
+
+
 def test_steps_do_not_pile_up_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PENDING", 3)
     progress = Progress()

@@ -81,6 +81,8 @@ class Progress:
         self.consumed = batch.consumed
         if report is None:
             return
+        if self.pending and self.pending[-1][1].names != report.names:
+            self.settle()  # rows are added up together: they must mean the same
         self.pending.append((batch.step, report))
         if len(self.pending) == MAX_PENDING:
             self.settle()
