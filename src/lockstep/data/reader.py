@@ -58,9 +58,7 @@ class MicroBatch:
     @property
     def visited(self) -> Ids:
         """Return every sample that was tried, bad ones included: what the ledger counts."""
-        if not self.skipped:
-            return self.ids
-        return np.concatenate([self.ids, np.array([s for s, _ in self.skipped], dtype=np.int64)])
+        return np.append(self.ids, [s for s, _ in self.skipped]) if self.skipped else self.ids
 
     def pin_memory(self) -> "MicroBatch":
         """Return it with the data in page-locked memory."""
