@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import pytest
 from processes import BIN, HERE, Start, last_step, wait_until
 
 from lockstep.checkpoint import CheckpointStore
+from lockstep.errors import LaunchError
+from lockstep.launch import roll_call
 from lockstep.launch.local import follow_log
 from lockstep.testing import free_port
 
@@ -157,6 +160,17 @@ def test_a_machine_that_does_not_come_is_named(start: Start) -> None:
         assert one.text.startswith(
             "lockstep: of 3 nodes, these did not come within 6 s: node 2\n  try: "
         ), one.text
+
+
+def test_the_verdict_is_heard_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head looks again only after the others' own wait is over; it ends when all have read."""
+    monkeypatch.setattr(roll_call, "POLL_S", 3.0)
+    head = f"localhost:{free_port()}"
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(roll_call.call_roll, head, 3, rank, 1.0) for rank in (0, 1)]
+        for call in calls:
+            with pytest.raises(LaunchError, match=r"did not come within 1 s: node 2\n"):
+                call.result(30)
 
 
 # --- What is kept --------------------------------------------------------------------------------

@@ -7,12 +7,19 @@ then; torch's rendezvous takes over, in the same store.
 import socket
 import time
 import uuid
+from collections.abc import Iterable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from lockstep.errors import LaunchError
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 POLL_S = 0.1
+GRACE_S = 10.0  # for the verdict to reach the others, after all have been waited for
 PLACE = "lockstep/node/{}"
+READ = "lockstep/read/{}"
 VERDICT = "lockstep/roll"
 
 
@@ -39,9 +46,15 @@ def call_roll(head: str, num_nodes: int, node_rank: int, wait_s: float) -> tuple
         )
         store.set(PLACE.format(node_rank), socket.gethostname())
         if node_rank == 0:
-            missing = _wait_for_all(store, num_nodes, deadline)
-            store.set(VERDICT, f"missing {missing}" if missing else uuid.uuid4().hex)
+            missing = _missing(store, PLACE, range(num_nodes), deadline)
+            absent = " ".join(map(str, missing))
+            store.set(VERDICT, f"missing {absent}" if missing else uuid.uuid4().hex)
+        store.set_timeout(timedelta(seconds=wait_s + GRACE_S))
         verdict = store.get(VERDICT).decode()
+        store.set(READ.format(node_rank), "")
+        if node_rank == 0 and missing:  # the store ends with this process: when all have read
+            came = set(range(num_nodes)).difference(missing)
+            _missing(store, READ, came, time.monotonic() + GRACE_S)
     except (DistError, RuntimeError, ValueError) as error:
         here = "cannot be opened here" if node_rank == 0 else "does not answer"
         reason = str(error).splitlines()[0]
@@ -49,8 +62,6 @@ def call_roll(head: str, num_nodes: int, node_rank: int, wait_s: float) -> tuple
             f"the head {head} {here}: {reason}", "the same --head on all, its port free and open"
         ) from error
     if verdict.startswith("missing"):
-        if node_rank == 0:
-            time.sleep(2 * POLL_S)  # the others are reading it
         raise LaunchError(
             f"of {num_nodes} nodes, these did not come within {wait_s:g} s: node "
             + verdict.removeprefix("missing ").replace(" ", ", "),
@@ -59,13 +70,14 @@ def call_roll(head: str, num_nodes: int, node_rank: int, wait_s: float) -> tuple
     return store, verdict
 
 
-def _wait_for_all(store: object, num_nodes: int, deadline: float) -> str:
-    """Return the numbers of the machines that have not come in time."""
-    missing = list(range(num_nodes))
-    while missing and time.monotonic() < deadline:
-        missing = [n for n in missing if not store.check([PLACE.format(n)])]  # type: ignore[attr-defined]
-        time.sleep(POLL_S if missing else 0)
-    return " ".join(map(str, missing))
+def _missing(store: "TCPStore", key: str, nodes: Iterable[int], deadline: float) -> list[int]:
+    """Wait for `key` of all `nodes`; return the machines that have not set it in time."""
+    missing = list(nodes)
+    while missing := [node for node in missing if not store.check([key.format(node)])]:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_S)
+    return missing
 
 
 def parse_head(head: str) -> tuple[str, int]:
