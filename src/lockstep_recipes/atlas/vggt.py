@@ -10,6 +10,7 @@ C channels, D channels of an attention head.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,18 @@ class Geometry:
     """(B, S, h, w, 3): where in the world each place of the image is; likewise."""
 
 
-def rope_table(side: tuple[int, int], dim: int, like: Tensor) -> Rope:
+@lru_cache(maxsize=32)
+def rope_table(side: tuple[int, int], dim: int, device: torch.device, dtype: torch.dtype) -> Rope:
     """Return cosines and sines (P, D) of an image's positions: half for rows, half for columns.
 
     Special tokens stand at position 0, patches begin at 1.
     """
-    rows, columns = torch.meshgrid(*(torch.arange(1, n + 1) for n in side), indexing="ij")
+    ranges = (torch.arange(1, num + 1, device=device) for num in side)
+    rows, columns = torch.meshgrid(*ranges, indexing="ij")
     place = torch.stack((rows.flatten(), columns.flatten()), dim=1)
-    place = torch.cat((place.new_zeros(1 + NUM_REGISTERS, 2), place)).to(like)
+    place = torch.cat((place.new_zeros(1 + NUM_REGISTERS, 2), place)).to(dtype)
     quarter = dim // 4
-    frequencies = ROPE_BASE ** (-torch.arange(quarter, device=like.device) / quarter).to(like)
+    frequencies = ROPE_BASE ** (-torch.arange(quarter, device=device) / quarter).to(dtype)
     angles = place[:, :, None] * frequencies  # P, 2, D / 4
     angles = angles.repeat(1, 1, 2).flatten(1)
     return angles.cos(), angles.sin()
@@ -211,6 +214,9 @@ class Aggregator(nn.Module):
 
     gives: frozenset[str] = frozenset()
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, preset: Preset, num_outputs: int = 2) -> None:
         super().__init__()
         width = preset.width
@@ -226,21 +232,24 @@ class Aggregator(nn.Module):
 
         self.frame_blocks, self.global_blocks = blocks(), blocks()
         self.head_dim = width // preset.heads
+        for name, values in (("mean", MEAN), ("std", STD)):
+            numbers = torch.tensor(values, dtype=torch.float64)[:, None, None]
+            self.register_buffer(name, numbers, persistent=False)
         self.camera_token = nn.Parameter(1e-6 * torch.randn(1, 2, 1, width))
         self.register_token = nn.Parameter(1e-6 * torch.randn(1, 2, NUM_REGISTERS, width))
 
     def forward(self, images: Tensor) -> Geometry:
         """Take images (B, S, 3, H, W) in 0..1; sides are multiples of 14."""
         num, count, _, *pixels = images.shape
-        mean, std = (images.new_tensor(v)[:, None, None] for v in (MEAN, STD))
-        patches = self.patch_embed(((images - mean) / std).flatten(0, 1))
+        standard = (images - self.mean.to(images.dtype)) / self.std.to(images.dtype)
+        patches = self.patch_embed(standard.flatten(0, 1))
         special = torch.cat((self.camera_token, self.register_token), dim=2)
-        which = [0] + [1] * (count - 1)  # the first image's own copy, then that of the rest
-        special = special[:, which].expand(num, -1, -1, -1).to(patches.dtype)
+        first, others = special[:, :1], special[:, 1:].expand(-1, count - 1, -1, -1)
+        special = torch.cat((first, others), dim=1).expand(num, -1, -1, -1).to(patches.dtype)
         tokens = torch.cat((special, patches.unflatten(0, (num, count))), dim=2)
 
         side = (pixels[0] // PATCH, pixels[1] // PATCH)
-        rope = rope_table(side, self.head_dim, images)
+        rope = rope_table(side, self.head_dim, images.device, images.dtype)
         rope_all = (rope[0].repeat(count, 1), rope[1].repeat(count, 1))
         layers: list[Tensor] = []
         for frame_block, global_block in zip(self.frame_blocks, self.global_blocks, strict=True):

@@ -3,7 +3,8 @@
 Owns: noise schedules, the forward processes, their bounds and their reverse steps.
 Does not own: the network; it enters as logits. A time t runs from 0 (data) to T.
 
-Shapes: B chains, L residues, S tokens of a residue, K states of a token.
+Shapes: B chains, L residues, S tokens of a residue, K states of a token. Times lie on the
+device of the tokens they are for.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from lockstep.randomness import keyed_generator
 from lockstep_recipes.protein.residues import Vocabulary, blosum62
+from lockstep_recipes.tables import placed
 
 Transition = Literal["absorbing", "uniform", "blosum"]
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -82,7 +84,7 @@ class Absorbing:
     def corrupt(self, x0: Tensor, t: Tensor, generator: torch.Generator) -> Tensor:
         """Return x_t (B, L, S) for times t (B)."""
         chance = torch.rand(x0.shape, generator=generator, device=x0.device)
-        kept = self.alpha_bar.to(chance)[t.to(x0.device)]
+        kept = placed(self.alpha_bar, t.device)[t].to(chance.dtype)
         return torch.where(chance < kept[:, None, None], x0, self.vocabulary.mask)
 
     def is_scored(self, x_t: Tensor) -> Tensor:
@@ -93,9 +95,9 @@ class Absorbing:
         self, logits: Tensor, x0: Tensor, x_t: Tensor, t: Tensor, clip: float | None = None
     ) -> Tensor:
         """Return nats (B, L, S) whose mean over uniform t is the ELBO, T x weight clipped."""
-        factor = self.num_steps * self.weights[t]
-        factor = factor.clamp(max=clip) if clip else factor
-        return cross_entropy(logits, x0) * self.is_scored(x_t) * factor.to(logits)[:, None, None]
+        factor = self.num_steps * placed(self.weights, t.device)[t]
+        factor = (factor.clamp(max=clip) if clip else factor).to(logits.dtype)
+        return cross_entropy(logits, x0) * self.is_scored(x_t) * factor[:, None, None]
 
     def noise(self, x0: Tensor, generator: torch.Generator) -> Tensor:
         """Return x_T: nothing but MASK."""
@@ -173,7 +175,8 @@ class Kernel:
 
     def corrupt(self, x0: Tensor, t: Tensor, generator: torch.Generator) -> Tensor:
         """Return x_t (B, L, S) for times t (B); MASK, an unknown residue, stays."""
-        rows = pick(self.cumulative[t].to(x0.device), x0.clamp(max=self.vocabulary.num_states - 1))
+        bars = placed(self.cumulative, t.device)[t]
+        rows = pick(bars, x0.clamp(max=self.vocabulary.num_states - 1))
         x_t = draw(rows.log(), generator)
         return torch.where(x0 == self.vocabulary.mask, x0, x_t)
 
@@ -187,17 +190,15 @@ class Kernel:
         q(x_s | x_t, x_0) = Q_{s+1..t}[x_s, x_t] Qbar_s[x_0, x_s] / Qbar_t[x_0, x_t]
         """
         if s is None:
-            s, bridge = t - 1, self.one_step[t]
+            s, bridge = t - 1, placed(self.one_step, t.device)[t]
         else:
             spans = [torch.arange(int(i) + 1, int(j) + 1) for i, j in zip(s, t, strict=True)]
             bridge = torch.stack([_product(self.one_step[span]) for span in spans])
-        x_t = x_t.clamp(max=self.vocabulary.num_states - 1)
-        likelihood = pick(bridge.transpose(1, 2).to(p0), x_t)
-        evidence = pick(self.cumulative[t].transpose(1, 2).to(p0), x_t)
+        x_t, bars = x_t.clamp(max=self.vocabulary.num_states - 1), placed(self.cumulative, t.device)
+        likelihood = pick(bridge.transpose(1, 2).to(p0.dtype), x_t)
+        evidence = pick(bars[t].transpose(1, 2).to(p0.dtype), x_t)
         tiny = torch.finfo(p0.dtype).tiny
-        mixed = torch.einsum(
-            "blsk,bkj->blsj", p0 / evidence.clamp(min=tiny), self.cumulative[s].to(p0)
-        )
+        mixed = torch.einsum("blsk,bkj->blsj", p0 / evidence.clamp(min=tiny), bars[s].to(p0.dtype))
         return likelihood * mixed
 
     def bound(
@@ -213,13 +214,14 @@ class Kernel:
         q = self.posterior(truth, x_t, t)
         p = self.posterior(logits.softmax(dim=-1), x_t, t).clamp(min=1e-12)
         kl = (torch.xlogy(q, q) - q * p.log()).sum(dim=-1).clamp(min=0)
-        factor = torch.full_like(self.weights[t], self.num_steps)
-        factor = torch.minimum(factor, clip / self.weights[t]) if clip else factor
-        return kl * factor.to(kl)[:, None, None]
+        weights = placed(self.weights, t.device)[t]
+        factor = torch.full_like(weights, self.num_steps)
+        factor = torch.minimum(factor, clip / weights) if clip else factor
+        return kl * factor.to(kl.dtype)[:, None, None]
 
     def noise(self, x0: Tensor, generator: torch.Generator) -> Tensor:
         """Return x_T, drawn from where the process ends."""
-        return draw(self.prior.log().expand(*x0.shape, -1), generator).to(x0.device)
+        return draw(placed(self.prior, x0.device).log().expand(*x0.shape, -1), generator)
 
     def step_back(
         self,
@@ -256,12 +258,12 @@ def cross_entropy(logits: Tensor, x0: Tensor) -> Tensor:
 
 
 def draw(log_p: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw one state from each row of log-probabilities (..., K)."""
+    """Draw one state from each row of log-probabilities (..., K), the generator beside them."""
     edges = log_p.double().softmax(dim=-1).cumsum(dim=-1)
     chance = torch.rand(
-        log_p.shape[:-1], generator=generator, dtype=torch.float64, device=generator.device
+        edges.shape[:-1], generator=generator, dtype=edges.dtype, device=edges.device
     )
-    drawn = (edges < chance.to(edges.device)[..., None]).sum(dim=-1)
+    drawn = (edges < chance[..., None]).sum(dim=-1)
     return drawn.clamp(max=log_p.shape[-1] - 1)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep_recipes.protein.model import NUM_BINS
 from lockstep_recipes.protein.residues import FREQUENCIES, UNKNOWN, periodic_chis
+from lockstep_recipes.tables import placed
 
 BIN_WIDTH = 2 * math.pi / NUM_BINS
 SMOOTHING = 0.1
@@ -51,7 +52,7 @@ def chi_nats(logits: Tensor, angles: Tensor, aatype: Tensor) -> Tensor:
 
     bins = chi_bins(angles)
     straight, turned = nats(bins), nats((bins + NUM_BINS // 2) % NUM_BINS)
-    periodic = periodic_chis().to(aatype.device)[aatype]
+    periodic = placed(periodic_chis(), aatype.device)[aatype]
     return torch.where(periodic, torch.minimum(straight, turned), straight)
 
 
@@ -59,7 +60,7 @@ def chi_error(predicted: Tensor, angles: Tensor, aatype: Tensor) -> Tensor:
     """Return how far apart angles (B, L, 4) are, around the circle, half turns forgiven."""
     apart = (predicted - angles + math.pi) % (2 * math.pi) - math.pi
     apart = apart.abs()
-    periodic = periodic_chis().to(aatype.device)[aatype]
+    periodic = placed(periodic_chis(), aatype.device)[aatype]
     return torch.where(periodic, torch.minimum(apart, math.pi - apart), apart)
 
 

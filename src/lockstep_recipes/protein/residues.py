@@ -5,9 +5,12 @@ files, networks, noise. Residues are numbered in the order of `LETTERS`; 20 is u
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
+
+from lockstep_recipes.tables import placed
 
 LETTERS = "ARNDCQEGHILKMFPSTWYV"
 NAMES = [
@@ -84,6 +87,7 @@ def blosum62() -> Tensor:
     return torch.tensor([[rows[max(i, j)][min(i, j)] for j in range(20)] for i in range(20)])
 
 
+@cache
 def periodic_chis() -> Tensor:
     """Return which chi angles (21, 4) of which residues are the same after half a turn."""
     table = torch.zeros(UNKNOWN + 1, 4, dtype=torch.bool)
@@ -110,7 +114,7 @@ class Vocabulary:
     """
 
     table: Tensor
-    """The tokens (20, S) of each residue."""
+    """The tokens (21, S) of each residue; of an unknown one, MASK."""
     num_states: int
     """Tokens from 0 to `num_states` - 1 can be data; the next one is MASK."""
 
@@ -121,13 +125,12 @@ class Vocabulary:
 
     def tokens(self, aatype: Tensor) -> Tensor:
         """Write residues (...) as tokens (..., S); an unknown one is MASK."""
-        hidden = torch.full_like(self.table[:1], self.mask)
-        return torch.cat([self.table, hidden]).to(aatype.device)[aatype]
+        return placed(self.table, aatype.device)[aatype]
 
     def residues(self, logits: Tensor) -> Tensor:
         """Turn logits of tokens (..., S, states) into log-probabilities of residues (..., 20)."""
         scores = logits.log_softmax(dim=-1)
-        table = self.table.to(logits.device)
+        table = placed(self.table, logits.device)[:UNKNOWN]
         per_slot = [scores[..., slot, table[:, slot]] for slot in range(table.shape[1])]
         return torch.stack(per_slot).sum(dim=0).log_softmax(dim=-1)
 
@@ -135,6 +138,7 @@ class Vocabulary:
 def build_vocabulary(kind: str) -> Vocabulary:
     """Return the vocabulary called "residue" or "fragment"."""
     if kind == "residue":
-        return Vocabulary(torch.arange(UNKNOWN)[:, None], UNKNOWN)
+        return Vocabulary(torch.arange(UNKNOWN + 1)[:, None], UNKNOWN)
     rows = [[FRAGMENTS.index(part) for part in fragments_of(name)] for name in NAMES]
-    return Vocabulary(torch.tensor(rows), len(FRAGMENTS))
+    hidden = [len(FRAGMENTS)] * SLOTS
+    return Vocabulary(torch.tensor([*rows, hidden]), len(FRAGMENTS))

@@ -70,7 +70,7 @@ def design(
         x = process.step_back(x, logits, t, s, generator, adaptive=sampler == "adaptive")
         drawn = (x != before).any(dim=-1) if isinstance(process, Absorbing) else x[..., 0] >= 0
         chi = torch.where(drawn[..., None], bin_centres(chi_logits.argmax(dim=-1)), chi)
-    aatype = _read_tokens(x[0], vocabulary.table).numpy()
+    aatype = _read_tokens(x[0], vocabulary.table[:UNKNOWN]).numpy()
     known = chain.aatype != UNKNOWN
     recovery = float((aatype == chain.aatype)[known].mean()) if known.any() else float("nan")
     return Design(aatype, chi[0].float().numpy(), recovery)

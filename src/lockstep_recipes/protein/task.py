@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from lockstep.data.feed import to_device
 from lockstep.data.grouped import Grouped
 from lockstep.data.order import Order
 from lockstep.errors import ConfigError
@@ -253,7 +254,7 @@ class ProteinTask(Task):
         """
         x0 = self.vocabulary.tokens(batch["aatype"])
         u = spread(len(x0), context.place, context.seed, "t", context.step)
-        t = self.process.times(u)
+        t = to_device(self.process.times(u), x0.device)
         x_t = self.process.corrupt(x0, t, context.generator("mask"))
         known = (batch["aatype"] != UNKNOWN)[..., None]
         return t, x0, x_t, self.process.is_scored(x_t) & known
@@ -275,8 +276,7 @@ class ProteinTask(Task):
             generator = context.generator("backbone")
             noise = torch.randn(coords.shape, generator=generator, device=coords.device)
             coords = coords + self.config.backbone_noise * noise
-        level = (t / self.process.num_steps).to(coords.device)
-        logits, chi_logits = model(coords, batch["segment"], x_t, level)
+        logits, chi_logits = model(coords, batch["segment"], x_t, t / self.process.num_steps)
 
         nats = cross_entropy(logits, x0)
         if self.config.loss == "elbo":
@@ -320,12 +320,11 @@ class ProteinTask(Task):
             measured["fragment_accuracy"] = (hits.sum(), fragment.sum())
 
         u = spread(len(x0), context.place, context.seed, "t", "evaluation")
-        t, factor = self.process.bound_times(u)
+        t, factor = to_device(self.process.bound_times(u), x0.device)
         x_t = self.process.corrupt(x0, t, context.generator("mask"))
-        level = (t / self.process.num_steps).to(coords.device)
-        logits, _ = model(coords, segment, x_t, level)
+        logits, _ = model(coords, segment, x_t, t / self.process.num_steps)
         bound = self.process.bound(logits, x0, x_t, t) * known
-        weighted = bound * factor.to(bound)[:, None, None]
+        weighted = bound * factor.to(bound.dtype)[:, None, None]
         scored = self.process.is_scored(x_t) & known
         measured["elbo"] = (weighted.sum(), known.sum())
         measured["loss"] = ((cross_entropy(logits, x0) * scored).sum(), scored.sum())

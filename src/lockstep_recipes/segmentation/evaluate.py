@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from lockstep_recipes.segmentation.data import CLASS_NAMES
 from lockstep_recipes.segmentation.labels import IGNORE
+from lockstep_recipes.tables import placed
 
-MEAN = (0.485, 0.456, 0.406)
-STD = (0.229, 0.224, 0.225)
+MEAN = torch.tensor((0.485, 0.456, 0.406), dtype=torch.float64)[:, None, None]
+STD = torch.tensor((0.229, 0.224, 0.225), dtype=torch.float64)[:, None, None]
 """Of ImageNet, which published weights were trained on."""
 TEST_SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 TEST_WINDOW = 465
@@ -29,9 +30,7 @@ TEST_WINDOW = 465
 
 def normalise(image: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn bytes (B, 3, H, W) into what the network sees."""
-    mean, std = (
-        torch.tensor(v, dtype=dtype, device=image.device)[:, None, None] for v in (MEAN, STD)
-    )
+    mean, std = (placed(v, image.device).to(dtype) for v in (MEAN, STD))
     scaled = (image.to(dtype) / 255 - mean) / std
     return scaled.contiguous(memory_format=torch.channels_last)
 

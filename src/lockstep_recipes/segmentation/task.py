@@ -190,8 +190,10 @@ class SegmentationTask(Task):
 
     def build_optimizer(self, model: nn.Module, lr: float) -> Optimizer:
         """Return SGD with momentum; everything decays."""
-        config = self.config
-        return SGD(model.parameters(), lr, config.momentum, weight_decay=config.weight_decay)
+        config, parameters = self.config, list(model.parameters())
+        fused = all(p.is_cuda for p in parameters)
+        momentum, decay = config.momentum, config.weight_decay
+        return SGD(parameters, lr, momentum, weight_decay=decay, fused=fused)
 
     def banner(self, world: World, contract: Contract) -> list[str]:
         """Say what is trained, from which weights, on which labels, at which rate."""

@@ -55,7 +55,7 @@ def test_the_full_preset_runs_and_has_the_published_names() -> None:
 
 
 def test_rotation_makes_attention_depend_on_distance_alone() -> None:
-    cos, sin = rope_table((4, 4), 16, torch.zeros((), dtype=torch.float64))
+    cos, sin = rope_table((4, 4), 16, torch.device("cpu"), torch.float64)
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
     at = {(r, c): 5 + r * 4 + c for r in range(4) for c in range(4)}
 
