@@ -1,0 +1,80 @@
+"""Torch's compiler, imported when something is compiled, and not by the first optimizer.
+
+Building an optimizer, its steps and a replicated model import `torch._dynamo`: 1,000 files, and
+40% of the time from a process's start to its first step. They ask three things of it, and
+without a compiler the answers are known. Owns: these answers. Does not own: whether something is
+compiled; where anyone imports the compiler, by whatever way, it answers for itself.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+COMPILER = "torch._dynamo"
+
+
+class _Late(ModuleType):
+    """What `torch._dynamo` is until it is imported, which any question but one does."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "utils" and COMPILER not in sys.modules:
+            return SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default
+        return getattr(importlib.import_module(COMPILER), name)
+
+
+def defer_compiler() -> None:
+    """Let eager training do without the compiler; nothing if that is there already."""
+    if COMPILER in sys.modules:
+        return
+    torch._dynamo = _Late(COMPILER)
+    methods: list[Any] = [
+        Optimizer.add_param_group,
+        Optimizer.load_state_dict,
+        Optimizer.state_dict,
+        Optimizer.zero_grad,
+        getattr(DistributedDataParallel._inside_ddp_forward, "__wrapped__", None),
+    ]
+    for method in methods:
+        function = getattr(method, "__wrapped__", None)
+        if function is not None:  # torch keeps there how the compiler leaves a function alone
+            vars(function)["__dynamo_disable"] = functools.partial(_call, method, function)
+
+
+def _call(method: Callable[..., Any], function: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Call a function that the compiler is to leave alone; once there is one, as torch would."""
+    if COMPILER not in sys.modules:
+        return function(*args, **kw)
+    vars(function).pop("__dynamo_disable", None)
+    return method(*args, **kw)
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Say whether its step is torch's own, and nobody looks on."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    is_own = type(optimizer) in (Adam, AdamW, SGD) and "step" not in vars(optimizer)
+    return is_own and not hooks
+
+
+def step(optimizer: Optimizer) -> None:
+    """Do as `optimizer.step()`, which imports the compiler to tell it that a graph ends here."""
+    kind, layers = type(optimizer), []
+    bare: Any = kind.step
+    while hasattr(bare, "__wrapped__"):
+        layers.append(bare.__code__.co_name)
+        bare = bare.__wrapped__
+    known = layers == ["wrapper", "_use_grad"]  # hooks and the profiler; gradients, and the import
+    if COMPILER in sys.modules or not (known and is_plain(optimizer)):
+        optimizer.step()
+        return
+    named = torch.autograd.profiler.record_function(f"Optimizer.step#{kind.__name__}.step")
+    with named, torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+        bare(optimizer)
