@@ -181,7 +181,8 @@ class LeafSum:
             sent = torch.stack([row.view(world.size, length) for row in rows], dim=1)
         received, arrival = world.exchange(sent, [len(nodes) * length for nodes in covers])
 
-        def add_up(_: object) -> Tensor:
+        def add_up(done: torch.futures.Future[Any]) -> Tensor:
+            done.value()  # or what went wrong on the way
             whole = TreeSum(num_leaves)
             nodes = (node for nodes in covers for node in nodes)
             for node, value in zip(nodes, received.view(-1, length), strict=True):

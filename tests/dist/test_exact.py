@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ from torch.nn import functional
 from lockstep import RunConfig, Task, fit
 from lockstep.data.order import share
 from lockstep.errors import ConfigError
-from lockstep.exact import TreeSum, cover
+from lockstep.exact import LeafSum, TreeSum, cover
 from lockstep.numerics import raise_if_not_deterministic
 from lockstep.task import Context, PartialLoss
-from lockstep.testing import run_ranks
+from lockstep.testing import FakeWorld, run_ranks
 
 SIZES = {"mlp": (1, 2, 3, 4, 5, 8)}
 SOME_SIZES = (1, 3, 8)
@@ -350,6 +351,31 @@ def test_the_tree_adds_alike_however_leaves_are_shared(
                 whole.add(node, value)
         totals.add(whole.total[0].numpy().tobytes())
     assert len(totals) == 1
+
+
+class LostOnTheWay(FakeWorld):
+    """Its exchanges begin, and fail."""
+
+    def exchange(
+        self, sent: Tensor, lengths: list[int]
+    ) -> tuple[Tensor, torch.futures.Future[Tensor]]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_exception(RuntimeError("the other end is gone"))
+        return sent.new_empty(sum(lengths)), future
+
+
+def test_an_exchange_that_failed_is_not_added_up() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    buffer = torch.zeros(4)
+    bucket: Any = SimpleNamespace(
+        buffer=lambda: buffer,
+        gradients=lambda: [buffer.view(2, 2)],
+        parameters=lambda: [model.weight],
+    )
+    leaf_sum = LeafSum(model, LostOnTheWay(rank=0, size=2))
+    leaf_sum.begin(2)
+    with pytest.raises(RuntimeError, match="the other end is gone"):
+        leaf_sum.exchange(bucket).wait()
 
 
 # --- What a resume must bring back as it was ----------------------------------------------------
