@@ -49,13 +49,7 @@ class Copies(TorchDispatchMode):
         super().__init__()
         self.found = found
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if func is torch.ops.aten._to_copy.default:
             self._see(args[0], named.get("device"), named.get("non_blocking"))
@@ -75,13 +69,7 @@ class Literals(TorchFunctionMode):
         super().__init__()
         self.found = found
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor) and made.device == GPU:
             self.found.append(f"{place()}: {tuple(made.shape)}")
