@@ -50,7 +50,7 @@ def move(
         return
     fused: Any = optimizer  # it asks on the device
     fused.found_inf = bad
-    if late_compiler.is_plain(fused) and grads[0].dtype == torch.float32:
+    if late_compiler.bare_step(fused) and grads[0].dtype == torch.float32:
         fused.grad_scale = divisor.float()  # nobody looks at the gradients before it divides them
     else:
         divide(grads, divisor)
