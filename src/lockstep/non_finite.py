@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lockstep import late_compiler
 from lockstep.agreement import together
 from lockstep.errors import NonFiniteError
+from lockstep.parallel import bare
 
 if TYPE_CHECKING:
     from lockstep.observe.events import EventLog
@@ -59,8 +60,20 @@ def move(
 
 
 def divide(grads: list[Tensor], divisor: Tensor) -> None:
-    """Divide all gradients in place."""
-    torch._foreach_div_(grads, divisor.to(grads[0].dtype))
+    """Divide all gradients in place; half precision would not hold the divisor."""
+    torch._foreach_div_(grads, divisor.to(torch.promote_types(grads[0].dtype, torch.float32)))
+
+
+def begin_momentum(optimizer: Optimizer) -> None:
+    """Give a fused SGD no momentum before its first step.
+
+    Were that one left out on the device, torch would go on with whatever lay in memory.
+    """
+    if isinstance(optimizer, SGD) and not optimizer.state:
+        for group in optimizer.param_groups:
+            if group["fused"] and group["momentum"] and not group["dampening"]:
+                for p in group["params"]:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def is_finite(report: "StepReport", run: "Run") -> bool:
@@ -76,6 +89,19 @@ class LeftOut:
     def __init__(self, run: "Run", events: "EventLog") -> None:
         self.run, self.events = run, events
         self.num = 0
+        self._buffers: list[Tensor] = []
+
+    def latch(self) -> Tensor | None:
+        """Return what `train_step` takes as `broken`; without it every step is looked at."""
+        run, device = self.run, self.run.world.device
+        if run.config.on_non_finite == "stop" and device.type == "cuda" and not run.scaler:
+            run.broken = unbroken(device) if run.broken is None else run.broken
+        return run.broken
+
+    def remember(self) -> None:
+        """Keep what a forward pass changes, as running statistics; a step left out changes none."""
+        if self.run.config.on_non_finite == "skip":
+            self._buffers = [buffer.clone() for buffer in bare(self.run.model).buffers()]
 
     def add(self, step: int, loss: float, norm: float) -> None:
         """Deal with the step after `step` updates, as the run was told to. Collective.
@@ -86,6 +112,8 @@ class LeftOut:
             NonFiniteError: the run is to stop, or there were too many.
         """
         run, policy = self.run, self.run.config.on_non_finite
+        for buffer, kept in zip(bare(run.model).buffers(), self._buffers, strict=False):
+            buffer.copy_(kept)
         evidence = together(run.world, lambda: run.keep_evidence(step))
         message = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}"
         self.num += 1

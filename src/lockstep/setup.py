@@ -27,13 +27,13 @@ from lockstep.checkpoint import (
     load_optimizer,
     snapshot,
 )
+from lockstep.checkpoint.state import KERNELS
 from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import Loader
 from lockstep.data.reader import is_stream
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
 from lockstep.exact import LeafSum
-from lockstep.non_finite import unbroken
 from lockstep.numerics import fingerprint, settle_numerics
 from lockstep.parallel import Averaging, bare, replicate
 from lockstep.plan import Contract
@@ -81,7 +81,7 @@ class Run:
     """Else, what averages gradients over ranks. One's own, then `replicate`: docs/own_loop.md."""
     numerics: dict[str, str] = field(default_factory=dict)
     broken: Tensor | None = None
-    """On a GPU, whether a step was no longer arithmetic; see `train_step`."""
+    """On a GPU, whether a step of the trainer's was no longer arithmetic; see `train_step`."""
 
     def parts(self) -> dict[str, Any]:
         """Return all that a resumed run needs, by name."""
@@ -173,7 +173,7 @@ class Run:
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """Take back the optimizer's state, but not silently its old settings."""
-        apart = {"params", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable"}
+        apart = {"params", "lr", "initial_lr", *KERNELS}
         asked = [
             {name: value for name, value in group.items() if name not in apart}
             for group in self.optimizer.param_groups
@@ -299,8 +299,6 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     if config.exact:
         run.leaf_sum = LeafSum(model, world, task.gathers)
     run.numerics = fingerprint(world.device)
-    if world.device.type == "cuda" and config.on_non_finite == "stop" and not run.scaler:
-        run.broken = unbroken(world.device)  # with a scaler every step is looked at
     run.replicate()
     return run
 

@@ -30,7 +30,8 @@ class PartialLoss:
     scribbled pixels, pairs. Keeping the two apart lets the core divide by the
     weight of the whole step, so the gradient does not depend on how the units
     fell on ranks and micro-batches. `parts` are further (sum, weight) pairs to
-    report under their names; they carry no gradient.
+    report under their names, alike for all micro-batches of a step; they carry no
+    gradient.
     """
 
     loss_sum: Tensor

@@ -119,6 +119,7 @@ class Trainer:
             assert isinstance(upcoming, StepBatch)
             self._again = False
             self._step_began = time.monotonic()
+            self.left_out.remember()
             yield upcoming
             if self._again:
                 batches = iter(run.loader)
@@ -152,7 +153,7 @@ class Trainer:
                 autocast=run.autocast,
                 scaler=run.scaler,
                 leaf_sum=run.leaf_sum,
-                broken=run.broken,
+                broken=self.left_out.latch(),
                 agree_on_memory=is_alone and config.on_out_of_memory == "halve",
             )
         except OutOfMemoryError as error:

@@ -14,7 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.state import flatten, load_model_state, snapshot, unflatten
+from lockstep.checkpoint.state import (
+    flatten,
+    load_model_state,
+    load_optimizer,
+    snapshot,
+    unflatten,
+)
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError
 
@@ -344,3 +350,21 @@ def test_a_snapshot_written_over_an_old_one_holds_the_new_values_in_the_old_memo
     assert second["tied"] is second["again"]
     assert set(spare) == set(state)
     assert snapshot(state, is_wanted=False, spare=spare) == {}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_keeps_its_kernels_whoever_saved_its_state(kind: Any) -> None:
+    """A run saved on a CPU goes on on a GPU, where its optimizer is fused."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    plain, fused = kind([weight], 0.1), kind([weight], 0.1, fused=True)
+    plain.step()
+    load_optimizer(fused, plain.state_dict())
+    assert fused.param_groups[0]["fused"]
+    fused.found_inf, fused.grad_scale = torch.zeros(()), torch.ones(())
+    fused.step()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        load_optimizer(
+            kind([{"params": [weight]}, {"params": [nn.Parameter(torch.ones(1))]}]),
+            plain.state_dict(),
+        )

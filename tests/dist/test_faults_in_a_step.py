@@ -1,6 +1,7 @@
 """What may go wrong inside a step: memory, and numbers that are none."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,51 @@ class Half(Poisoned):
         return {key: value.float() for key, value in super().collate(samples).items()}
 
 
+class Normed(Poisoned):
+    """The bad sample is no number itself, and reaches the running statistics."""
+
+    def build_model(self) -> nn.Module:
+        layers = (nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+        return nn.Sequential(*layers).double()
+
+    def train_data(self) -> list[dict[str, Tensor]]:
+        data = super().train_data()
+        data[17]["x"] = torch.full((5,), self.poison, dtype=torch.float64)
+        return data
+
+
+class Momentum(Half):
+    """In half precision, where the first steps overflow until the scaler has come down."""
+
+    poison = 0.0
+    fused = False
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr, momentum=0.9, fused=self.fused)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        return PartialLoss(20 * made.loss_sum, made.weight)
+
+
+class HungryStream(Hungry):
+    """Its samples come one after the other."""
+
+    def train_data(self) -> Any:
+        return Stream(super().train_data())
+
+    def eval_data(self) -> Any:
+        return None
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    def __init__(self, samples: list[dict[str, Tensor]]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(self.samples)
+
+
 def config_for(folder: Path, **more: Any) -> RunConfig:
     values = {
         "output_dir": str(folder),
@@ -144,6 +190,15 @@ def test_stop_means_stop(tmp_path: Path) -> None:
         run_ranks(1, train, Hungry("forward"), tmp_path, {"on_out_of_memory": "stop"})
 
 
+def test_a_stream_is_walked_again_for_a_step_taken_again(tmp_path: Path) -> None:
+    straight, hit = tmp_path / "straight", tmp_path / "hit"
+    assert fit(HungryStream(), config_for(straight)).step == 10
+    assert fit(HungryStream("backward", most=2), config_for(hit)).step == 10
+    assert events_of(hit, "out_of_memory")
+    difference = (weights_of(hit) - weights_of(straight)).abs().max()
+    assert difference < 1e-13, difference
+
+
 # --- Numbers that are none ----------------------------------------------------------------
 
 
@@ -175,6 +230,30 @@ def test_skipping_leaves_the_step_out_on_all_ranks(poison: float, tmp_path: Path
     left_out = {e["step"] for e in events_of(tmp_path / "two", "non_finite")}
     assert len(left_out) >= 3  # once an epoch
     assert all(e["each_once"] for e in events_of(tmp_path / "two", "epoch"))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_left_out_leaves_running_statistics_alone(exact: bool, tmp_path: Path) -> None:
+    """They are part of the model that is evaluated and saved."""
+    more = {"on_non_finite": "skip", "exact": exact}
+    run_ranks(2, train, Normed(), tmp_path, more)
+    assert events_of(tmp_path, "non_finite")
+    assert torch.isfinite(weights_of(tmp_path)).all()
+
+
+def test_a_fused_optimizer_whose_first_steps_are_left_out_ends_as_any_other(tmp_path: Path) -> None:
+    """Its momentum begins with nothing, and not with what lay in memory."""
+    ends = []
+    for fused in (False, True):
+        task, folder = Momentum(), tmp_path / str(fused)
+        task.fused = fused
+        torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
+        try:
+            fit(task, config_for(folder, precision="fp16", rate={"lr": 1e-4}))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        ends.append(weights_of(folder))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-7)
 
 
 def test_rewinding_takes_the_newest_checkpoint_s_weights(tmp_path: Path) -> None:

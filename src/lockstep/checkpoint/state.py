@@ -39,6 +39,8 @@ FILE_DTYPES: Final = {
 """Dtypes a safetensors file can name; a tensor of another one is stored as its bytes."""
 
 RESERVED_NAME: Final = "__metadata__"
+KERNELS: Final = ("fused", "foreach", "capturable", "differentiable")
+"""Settings of an optimizer that say how it computes, not what."""
 MAX_DIFFERENCES_SHOWN: Final = 30
 
 
@@ -246,6 +248,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load an optimizer's state, of each parameter what this rank has of it.
 
+    Which kernels it runs stays as it was built: a file may come from another device.
+
     Raises:
         ValueError: it has other parameter groups.
     """
@@ -256,7 +260,11 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for index, kept in state["state"].items()
         if index in own
     }
-    optimizer.load_state_dict({**state, "state": {**state["state"], **placed}})
+    groups = [dict(saved) for saved in state["param_groups"]]
+    for saved, built in zip(groups, optimizer.param_groups, strict=False):
+        saved.update((name, built[name]) for name in KERNELS if name in built)
+    kept = {**state["state"], **placed}
+    optimizer.load_state_dict({**state, "state": kept, "param_groups": groups})
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():  # files hold rows; a fused optimizer wants the layout
             if isinstance(value, Tensor) and value.shape == parameter.shape:

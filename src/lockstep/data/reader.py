@@ -170,6 +170,8 @@ class StreamReader(LeafReader):
 
     def read(self, leaf: Leaf) -> MicroBatch:
         """Walk on to the end of a leaf, moving the global generators."""
+        if leaf.start < self._position:  # a step is taken again
+            self._samples, self._position = None, 0
         samples = []
         while self._position < leaf.stop:
             set_all(*sample_seeds(self.seed, leaf.epoch, np.array([self._position])))
@@ -215,7 +217,7 @@ def _explain(dataset: Any, sample: int, error: Exception) -> tuple[str, str]:
         return error.problem, error.remedy
     return (
         f"{_name(dataset, sample)} cannot be read: {type(error).__name__}: {error}",
-        "mend or remove it, or on_bad_sample=skip",
+        "mend or remove it" + ("" if is_stream(dataset) else ", or on_bad_sample=skip"),
     )
 
 
