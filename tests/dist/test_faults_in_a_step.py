@@ -146,6 +146,11 @@ def train(task: TinyTask, folder: Path, more: dict[str, Any]) -> int:
     return fit(task, config_for(folder, **more)).step
 
 
+def train_in_dirty_memory(task: TinyTask, folder: Path) -> None:
+    torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
+    fit(task, config_for(folder, precision="fp16", rate={"lr": 1e-4}))
+
+
 def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [e for e in read_events(folder) if e["event"] == kind]
 
@@ -247,11 +252,7 @@ def test_a_fused_optimizer_whose_first_steps_are_left_out_ends_as_any_other(tmp_
     for fused in (False, True):
         task, folder = Momentum(), tmp_path / str(fused)
         task.fused = fused
-        torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
-        try:
-            fit(task, config_for(folder, precision="fp16", rate={"lr": 1e-4}))
-        finally:
-            torch.use_deterministic_algorithms(False)
+        run_ranks(1, train_in_dirty_memory, task, folder)
         ends.append(weights_of(folder))
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-7)
 
