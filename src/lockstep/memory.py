@@ -39,7 +39,6 @@ def fit_together(work: Callable[[], T], model: nn.Module, world: World) -> T:
         model.zero_grad(set_to_none=True)
         answer_exchanges(model)
     if world.all_max(int(bool(problem)))[0]:
-        model.zero_grad(set_to_none=True)  # what the others have is not all of it
         raise_together(
             world, OutOfMemoryError(problem, "a smaller batch_size") if problem else None
         )

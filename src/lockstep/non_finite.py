@@ -72,7 +72,7 @@ def begin_momentum(optimizer: Optimizer) -> None:
     if isinstance(optimizer, SGD) and not optimizer.state:
         for group in optimizer.param_groups:
             if group["fused"] and group["momentum"] and not group["dampening"]:
-                for p in group["params"]:
+                for p in (p for p in group["params"] if p.requires_grad):
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 

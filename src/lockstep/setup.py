@@ -20,6 +20,7 @@ from lockstep.agreement import together
 from lockstep.average import Averages
 from lockstep.batch_norm import synchronise_batch_norm
 from lockstep.checkpoint import (
+    KERNELS,
     Checkpoint,
     CheckpointStore,
     FolderLock,
@@ -27,7 +28,6 @@ from lockstep.checkpoint import (
     load_optimizer,
     snapshot,
 )
-from lockstep.checkpoint.state import KERNELS
 from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import Loader

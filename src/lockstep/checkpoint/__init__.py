@@ -7,6 +7,7 @@ a run should do when nothing can be loaded.
 from lockstep.checkpoint.layout import Checkpoint, Written
 from lockstep.checkpoint.lock import FolderLock
 from lockstep.checkpoint.state import (
+    KERNELS,
     flatten,
     load_model_state,
     load_optimizer,
@@ -18,6 +19,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.checkpoint.writer import BackgroundWriter
 
 __all__ = [
+    "KERNELS",
     "BackgroundWriter",
     "Checkpoint",
     "CheckpointStore",

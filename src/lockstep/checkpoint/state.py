@@ -263,8 +263,8 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     groups = [dict(saved) for saved in state["param_groups"]]
     for saved, built in zip(groups, optimizer.param_groups, strict=False):
         saved.update((name, built[name]) for name in KERNELS if name in built)
-    kept = {**state["state"], **placed}
-    optimizer.load_state_dict({**state, "state": kept, "param_groups": groups})
+    merged = {"state": {**state["state"], **placed}, "param_groups": groups}
+    optimizer.load_state_dict({**state, **merged})
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():  # files hold rows; a fused optimizer wants the layout
             if isinstance(value, Tensor) and value.shape == parameter.shape:
