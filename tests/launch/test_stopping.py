@@ -107,8 +107,8 @@ def test_a_second_signal_leaves_at_once_out_of_a_collective(tmp_path: Path, fork
     began = time.monotonic()
     assert ranks.exit_code(0, 10) == 143
     assert time.monotonic() - began < 1
-    # The other one finds the first gone, and ends by itself too. Gloo misses it now and then, of a
-    # process that was stopped (docs/log.md): then the collective's own limit ends it.
+    # The other one finds the first gone, and ends by itself too. Gloo misses it in some of a
+    # hundred cases (docs/log.md): then the collective's own limit ends it.
     ranks.send(1, signal.SIGCONT)
     assert ranks.exit_code(1, 30) != 0
 
