@@ -298,8 +298,9 @@ def test_a_stream_that_fails_names_the_place() -> None:
             yield from islice(super().__iter__(), 5)
             raise OSError("connection lost")
 
-    with pytest.raises(DataError, match="sample 5 cannot be read: OSError: connection lost"):
+    with pytest.raises(DataError, match="sample 5 cannot be read: OSError: connection lost") as met:
         steps(Torn())
+    assert "on_bad_sample" not in str(met.value), "a stream cannot go on behind it"
 
 
 def test_an_empty_stream_is_refused() -> None:
