@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
+from lockstep import late_compiler
 from lockstep.agreement import together
 from lockstep.errors import NonFiniteError
 from lockstep.parallel import bare
@@ -46,16 +47,15 @@ def move(
     if not (bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False)):
         divide(grads, divisor)
         if not bool(bad):
-            optimizer.step()
+            late_compiler.step(optimizer)
         return
     fused: Any = optimizer  # it asks on the device
     fused.found_inf = bad
-    is_plain = type(fused) in (Adam, AdamW, SGD) and not fused._optimizer_step_pre_hooks
-    if is_plain and grads[0].dtype == torch.float32:
+    if late_compiler.bare_step(fused) and grads[0].dtype == torch.float32:
         fused.grad_scale = divisor.float()  # nobody looks at the gradients before it divides them
     else:
         divide(grads, divisor)
-    fused.step()
+    late_compiler.step(fused)
     fused.found_inf = fused.grad_scale = None
 
 

@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from lockstep.detect import Launch, detect_launch
 from lockstep.errors import LaunchError
 from lockstep.gradients import gather_over_ranks, sum_over_ranks
+from lockstep.late_compiler import defer_compiler
 
 if TYPE_CHECKING:
     from lockstep.exact import LeafSum
@@ -164,6 +165,7 @@ class World:
 
         A group that is there already (Accelerate makes one) is taken as it is.
         """
+        defer_compiler()
         launch = detect_launch(os.environ, local_rank)
         place = choose_device(launch, device)
         if place.type == "cuda":

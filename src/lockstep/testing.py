@@ -151,8 +151,6 @@ def run_ranks(
 def _warm_up() -> None:
     """Import here what every forked rank would otherwise import for itself."""
     importlib.import_module("lockstep.trainer")
-    parameter = nn.Parameter(torch.zeros(1))
-    torch.optim.AdamW([parameter]).zero_grad()
 
 
 def _be_rank(

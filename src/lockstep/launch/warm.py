@@ -7,15 +7,9 @@ GPU: a fork carries neither over.
 import atexit
 import os
 
-import torch
-import torch.distributed
-import torch.nn.parallel
-import torch.utils.data
+import torch.utils.data  # noqa: F401
 
 import lockstep.trainer  # noqa: F401
-
-# The first optimizer of a process imports half of torch's compiler: better here than in a worker.
-torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
 
 # Workers end with this process, and it ends when its launcher is gone: at once, without
 # taking down half of torch first.
