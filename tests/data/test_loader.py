@@ -138,6 +138,13 @@ def test_going_on_after_k_steps_equals_skipping_k(skip: int, num_workers: int) -
     assert rows(resumed) == rows(steps(Augmented())[skip:])
 
 
+def test_no_steps_are_none_and_a_run_that_was_cut_short_has_none_left() -> None:
+    loader = Loader(range(8), FakeWorld(), batch_size=2, epochs=3, max_steps=0)
+    assert (len(loader), list(loader)) == (0, [])
+    loader.seek(step=4, consumed=8)  # and the user has asked for less than that since
+    assert (len(loader), list(loader)) == (0, [])
+
+
 def test_a_data_set_that_reads_several_samples_in_one_call_is_asked_so() -> None:
     whole = Batched()
     read = rows(steps(whole))

@@ -109,15 +109,14 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the steps that are left."""
-        return self.total_steps - self.step
+        return max(0, self.total_steps - self.step)
 
     @property
     def total_steps(self) -> int:
         """Return the length of the run in steps, by epochs or steps, whichever ends first."""
-        by_steps = self._max_steps or math.inf
-        if self._epochs is None:
-            return int(by_steps)
-        return int(min(by_steps, self._epochs * self.plan.steps_per_epoch + self._shift))
+        steps = math.inf if self._max_steps is None else self._max_steps
+        epochs = math.inf if self._epochs is None else self._epochs
+        return int(min(steps, epochs * self.plan.steps_per_epoch + self._shift))
 
     @property
     def step(self) -> int:
