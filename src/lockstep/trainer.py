@@ -289,7 +289,10 @@ class Trainer:
             finish()
         stall_s = time.monotonic() - began
         self.events.write("evaluation", step, metrics=self.metrics, local_stall_s=stall_s)
-        return config.evaluation.save_best and self._is_best()
+        # The first rank's metrics decide: a task may bring numbers that others have not alike.
+        asked = config.evaluation.save_best and run.world.is_first
+        is_best = together(run.world, lambda: asked and self._is_best())
+        return bool(run.world.all_max(int(is_best))[0])
 
     def _save(self, is_best: bool = False) -> None:
         """Save the run as it stands, with what an evaluation of this step found. Collective."""
@@ -313,13 +316,11 @@ class Trainer:
                 f"evaluation.best_metric={evaluation.best_metric!r} is not measured",
                 f"one of {', '.join(self.metrics) or 'none'}",
             )
-        if not math.isfinite(value):
-            return False
         sign = 1 if evaluation.best_is == "lowest" else -1
-        if progress.best is not None and sign * value >= sign * progress.best:
-            return False
-        progress.best = value
-        return True
+        before = math.inf if progress.best is None else sign * progress.best
+        is_best = math.isfinite(value) and sign * value < before
+        progress.best = value if is_best else progress.best
+        return is_best
 
     def _say_where(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Note on whatever ends the run which rank met it, and when."""

@@ -476,6 +476,24 @@ def test_the_best_evaluation_is_saved_and_named_whenever_it_comes(tmp_path: Path
     assert store(tmp_path).open("best_model.pt").step == 4
 
 
+class Unlike(Scored):
+    """The ranks do not agree on the metric, and later only the first has it."""
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> dict[str, float]:
+        if context.world.is_first:
+            return super().finish_evaluation(model, context, folder)
+        return {"score": 9.0 - context.step} if context.step < 6 else {}
+
+
+def test_what_is_best_is_the_first_ranks_word_and_all_ranks_save(tmp_path: Path) -> None:
+    best = {"every_steps": 1, "best_metric": "score", "save_best": True}
+    done = run(tmp_path, 2, lambda: Unlike(NUM_SAMPLES), evaluation=best)
+    assert [result.step for result in done] == [6, 6]
+    assert store(tmp_path).open("best_model.pt").step == 4
+
+
 def test_checkpoints_of_epochs_and_of_steps_have_names_and_are_kept(tmp_path: Path) -> None:
     saving = {"every_epochs": 1, "every_steps": 2, "keep_last": 1}
     run(tmp_path, 2, checkpoint=saving | {"name_epochs": True, "name_steps": True})
