@@ -328,6 +328,14 @@ def test_held_out_samples_are_read_once_over_all_ranks_in_the_same_batches(size:
     assert [ids for rank in range(size) for ids in read(rank, size)] == [[0, 1], [2, 3], [4]]
 
 
+def test_a_held_out_sample_that_is_skipped_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    skipping = LoaderConfig(on_bad_sample="skip")
+    batches = list(read_held_out(Holed(5), 2, FakeWorld(), 0, torch.stack, skipping))
+    assert [m.ids.tolist() for m in batches] == [[0, 1], [2], [4]]
+    (said,) = caplog.messages
+    assert said.startswith("rank 0, evaluation: sample 3 cannot be read: OSError: truncated file")
+
+
 # --- An order of the user's own ------------------------------------------------------------------
 
 
