@@ -100,7 +100,7 @@ class Record:
         self.events.write(
             "step",
             progress.step,
-            loss=means.pop("loss", 0.0),
+            loss=means.pop("loss", math.nan),  # all were left out
             parts=means,
             learning_rate=run.optimizer.param_groups[0]["lr"],
             grad_norm=float(report.grad_norm),
@@ -120,7 +120,7 @@ class Record:
         epoch, seen = progress.consumed // plan.samples_per_epoch, self.sum_ledger()
         expected = Ledger.of_epoch(run.loader.order, plan, epoch - 1)
         progress.settle()
-        loss_sum, weight = progress.epoch.get("loss", (0.0, 1.0))  # or every step was left out
+        loss_sum, weight = progress.epoch.get("loss", (0.0, 0.0))  # or every step was left out
         verdict = "each once" if seen == expected else "NOT each once"
         self.events.write(
             "epoch",

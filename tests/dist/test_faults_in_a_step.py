@@ -1,6 +1,7 @@
 """What may go wrong inside a step: memory, and numbers that are none."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,8 @@ def test_skipping_leaves_the_step_out_on_all_ranks(poison: float, tmp_path: Path
     assert torch.isfinite(weights_of(tmp_path / "two")).all()
     left_out = {e["step"] for e in events_of(tmp_path / "two", "non_finite")}
     assert len(left_out) >= 3  # once an epoch
+    losses = {e["step"] - 1: e["loss"] for e in events_of(tmp_path / "two", "step")}
+    assert {step for step, loss in losses.items() if math.isnan(loss)} == left_out
     assert all(e["each_once"] for e in events_of(tmp_path / "two", "epoch"))
 
 
