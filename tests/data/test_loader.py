@@ -309,6 +309,21 @@ def test_a_stream_that_fails_names_the_place() -> None:
         steps(Torn())
 
 
+def test_an_iterator_is_not_taken_for_one_that_begins_anew() -> None:
+    def seen(dataset: Any) -> list[list[float]]:
+        loader = Loader(dataset, FakeWorld(), batch_size=2, max_steps=4)
+        taken = list(islice(loader, 3))
+        loader.seek(step=2, consumed=4)  # the third step is taken again
+        return rows([*taken, *loader])
+
+    first = seen(Stream())
+    assert first[4:6] == first[6:8]
+    with pytest.raises(DataError, match="taken again, and the stream cannot begin anew"):
+        seen(iter(Stream()))
+    with pytest.raises(DataError, match="an iterator at its end"):
+        seen(iter(Stream(3)))
+
+
 def test_an_empty_stream_is_refused() -> None:
     with pytest.raises(DataError, match="empty"):
         steps(Stream(0))
