@@ -222,6 +222,19 @@ def test_a_bad_sample_among_several_is_named_or_left_out_alone() -> None:
     assert sorted(row[0] for row in left) == [i for i in range(20) if i != 3]
 
 
+def test_a_data_set_that_leaves_out_a_bad_sample_unasked_is_read_one_by_one() -> None:
+    class Silent(Batched):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            return super().__getitems__([index for index in indices if index not in self.bad])
+
+    with pytest.raises(DataError, match="sample 3 cannot be read"):
+        steps(Silent(bad=(3,)))
+    epoch = steps(Silent(bad=(3,)), on_bad_sample="skip", max_steps=5)
+    found = [m for batch in epoch for m in batch.micro_batches]
+    assert all(len(m.ids) == len(m.data) for m in found)
+    assert [sample for m in found for sample, _ in m.skipped] == [3]
+
+
 def test_a_bad_sample_goes_by_the_name_its_data_set_has_for_it() -> None:
     class Named(Holed):
         def describe(self, index: int) -> str:

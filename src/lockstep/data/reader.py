@@ -136,7 +136,8 @@ class LeafReader:
             return None  # a subset would offer it, and read one by one itself
         seed_all(self.seed, "samples", leaf.epoch, int(ids[0]))
         try:
-            return list(self.dataset.__getitems__(ids.tolist()))
+            samples = list(self.dataset.__getitems__(ids.tolist()))
+            return samples if len(samples) == len(ids) else None
         except Exception:  # one by one, the bad one will be named
             return None
 
