@@ -188,7 +188,7 @@ class Contract:
         ]
 
 
-def resume_plan(stored: BatchPlan, fresh: BatchPlan) -> BatchPlan:
+def resume_plan(stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, Any]) -> BatchPlan:
     """Return the plan a resumed run goes on with: the stored leaves, cut for the ranks there are.
 
     >>> stored = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=4)
@@ -199,7 +199,7 @@ def resume_plan(stored: BatchPlan, fresh: BatchPlan) -> BatchPlan:
     Raises:
         ConfigError: with each changed number, old and new.
     """
-    _refuse(_plan_changes(stored, fresh))
+    _refuse([*_plan_changes(stored, fresh), *others])
     if fresh.world_size > stored.leaves_per_step:
         raise ConfigError(
             f"{fresh.world_size} ranks, but a step has {stored.leaves_per_step} micro-batches",

@@ -145,6 +145,18 @@ def test_no_steps_are_none_and_a_run_that_was_cut_short_has_none_left() -> None:
     assert (len(loader), list(loader)) == (0, [])
 
 
+def test_a_loader_does_not_go_on_under_another_seed() -> None:
+    loader = Loader(range(12), FakeWorld(), batch_size=2, epochs=1, seed=1)
+    read = [batch.micro_batches[0].ids.tolist() for batch in islice(loader, 3)]
+    state, kind = loader.state_dict(), {"batch_size": 2, "epochs": 1}
+    with pytest.raises(ConfigError, match="seed 1 -> 2"):
+        Loader(range(12), FakeWorld(), seed=2, **kind).load_state_dict(state)  # type: ignore[arg-type]
+    again = Loader(range(12), FakeWorld(), seed=1, **kind)  # type: ignore[arg-type]
+    again.load_state_dict(state)
+    read += [batch.micro_batches[0].ids.tolist() for batch in again]
+    assert sorted(sum(read, [])) == list(range(12))
+
+
 def test_a_data_set_that_reads_several_samples_in_one_call_is_asked_so() -> None:
     whole = Batched()
     read = rows(steps(whole))
