@@ -108,7 +108,7 @@ class Trainer:
         Raises:
             LockstepError: on all ranks, what one of them met; the good steps are saved first.
         """
-        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
+        run, progress = self.run, self.run.progress
         total_steps, throughput = run.loader.total_steps, self.record.throughput
         batches = iter(run.loader)
         upcoming = self._fetch(batches)
@@ -129,7 +129,7 @@ class Trainer:
                 )
             upcoming = self._fetch(batches)  # while the device is still busy
             if not self._again:
-                throughput.step_done(plan.global_batch)
+                throughput.step_done(self._num_new)
                 self._once_in_a_while()
 
     def step(self, batch: StepBatch) -> None:

@@ -143,6 +143,14 @@ def test_an_epoch_says_that_each_sample_was_used_once(num_ranks: int, tmp_path: 
     assert verdicts(tmp_path) == ["20 of 20 samples, each once"] * 2
 
 
+def test_the_rate_counts_the_samples_of_steps_that_are_smaller(tmp_path: Path) -> None:
+    run(tmp_path, 2, log_every=3, evaluation={"every_epochs": 9})
+    logged = events(tmp_path, "step")
+    assert [e["samples"] for e in logged] == [20, 40]
+    for event in logged:  # steps of 8, 8 and 4 samples
+        assert event["samples_per_second"] * 3 * event["step_time_s"] == pytest.approx(20)
+
+
 def test_what_is_dropped_is_said(tmp_path: Path) -> None:
     run(tmp_path, 2, batch={"batch_size": 2, "global_batch_size": 8})
     assert verdicts(tmp_path) == ["16 of 16 samples, each once"] * 2
