@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep import RunConfig, fit, read_events
 from lockstep.checkpoint import CheckpointStore
-from lockstep.errors import NonFiniteError, OutOfMemoryError
+from lockstep.errors import ConfigError, NonFiniteError, OutOfMemoryError
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask, run_ranks
 
@@ -154,6 +154,36 @@ def train_in_dirty_memory(task: TinyTask, folder: Path) -> None:
 
 def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [e for e in read_events(folder) if e["event"] == kind]
+
+
+# --- Parts of the loss --------------------------------------------------------------------
+
+
+class Kinds(TinyTask):
+    """From the second step on, the second micro-batch brings other parts than the first."""
+
+    def __init__(self, *others: str) -> None:
+        super().__init__(num_samples=16, num_held_out=0)
+        self.others = others
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        names = self.others if context.step and context.place else ("ct",)
+        return PartialLoss(made.loss_sum, made.weight, dict.fromkeys(names, (torch.ones(()), 1.0)))
+
+
+@pytest.mark.parametrize("others", [("mri",), ("ct", "mri")])
+def test_parts_that_differ_between_ranks_are_refused(
+    others: tuple[str, ...], tmp_path: Path
+) -> None:
+    def refused() -> str:
+        batch = {"batch_size": 4, "global_batch_size": 8}
+        with pytest.raises(ConfigError) as caught:
+            fit(Kinds(*others), config_for(tmp_path, batch=batch))
+        return caught.value.problem
+
+    said = f"different parts of the loss in one step: ct and {', '.join(others)}"
+    assert all(said in problem for problem in run_ranks(2, refused))
 
 
 # --- Memory -------------------------------------------------------------------------------
