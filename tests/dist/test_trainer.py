@@ -521,6 +521,43 @@ def test_a_best_metric_that_is_not_measured_is_refused(tmp_path: Path) -> None:
     assert "'scoer' is not measured" in errors[0][1]
 
 
+class Torn(TinyTask):
+    """A held-out sample cannot be read until it is mended."""
+
+    is_mended = False
+
+    def eval_data(self) -> Any:
+        data = super().eval_data()
+        return data if self.is_mended else TornList(data)
+
+
+class TornList(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        if index == 3:
+            raise OSError("torn")
+        return super().__getitem__(index)
+
+
+def test_an_evaluation_that_fails_loses_no_step_and_is_made_up_for(tmp_path: Path) -> None:
+    evaluation = {"every_epochs": 2, "save_best": True}
+    rare: dict[str, Any] = {"checkpoint": {"every_epochs": 9}, "evaluation": evaluation}
+    errors = run(tmp_path, 2, lambda: Torn(NUM_SAMPLES), **rare)
+    assert {(kind, code) for kind, _, code in errors} == {("DataError", 2)}
+    assert "sample 3 cannot be read" in errors[0][1]
+    saved, _ = store(tmp_path).latest()
+    assert saved is not None
+    assert (saved.step, saved.meta["metrics"]) == (6, {})
+
+    Torn.is_mended = True
+    try:
+        done = run(tmp_path, 2, lambda: Torn(NUM_SAMPLES), **rare, accept_changes=True)
+    finally:
+        Torn.is_mended = False
+    assert [result.step for result in done] == [6, 6]
+    assert done[0].metrics.keys() >= {"loss"}
+    assert store(tmp_path).open("best_model.pt").step == 6
+
+
 class Frozen(TinyTask):
     """A part of the model is in evaluation mode, for good."""
 

@@ -98,8 +98,7 @@ class Loader:
         shuffled = Shuffled(self.plan.num_samples, seed)
         self.order = order or (Sequential(STREAM_LENGTH) if is_stream(dataset) else shuffled)
         self.dataset = dataset
-        self.consumed = 0
-        self._shift = 0
+        self.consumed = self._shift = 0
         self._world = world
         self._config = config or LoaderConfig()
         self._reader = build_reader(dataset, self.order, seed, collate, self._config.on_bad_sample)
