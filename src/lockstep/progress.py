@@ -96,6 +96,8 @@ class Progress:
     """Since the epoch began: likewise."""
     pending: list[tuple[int, StepReport]] = field(default_factory=list)
     """Steps that are not in these sums yet."""
+    owes_evaluation: bool = False
+    """Whether one was due and failed: a resume begins with it."""
     bad: tuple[int, float, float] | None = None
     """The first step that was no arithmetic, with its loss and gradient norm."""
 

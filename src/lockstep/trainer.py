@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 from lockstep.agreement import raise_together, together
@@ -95,8 +96,7 @@ class Trainer:
         self.stopped_by = 0
         """The exit code of the signal that ended the steps early."""
         self.evaluated_step: int | None = None
-        self._num_new = 0
-        self._again = False
+        self._num_new, self._again = 0, False
         self._began = self._step_began = time.monotonic()
         stack.push(self._say_where)
 
@@ -108,8 +108,10 @@ class Trainer:
         Raises:
             LockstepError: on all ranks, what one of them met; the good steps are saved first.
         """
-        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
+        run, progress = self.run, self.run.progress
         total_steps, throughput = run.loader.total_steps, self.record.throughput
+        if progress.owes_evaluation and run.held_out is not None:
+            self._save(self._evaluate())
         batches = iter(run.loader)
         upcoming = self._fetch(batches)
         while progress.step < total_steps:
@@ -129,7 +131,7 @@ class Trainer:
                 )
             upcoming = self._fetch(batches)  # while the device is still busy
             if not self._again:
-                throughput.step_done(plan.global_batch)
+                throughput.step_done(self._num_new)
                 self._once_in_a_while()
 
     def step(self, batch: StepBatch) -> None:
@@ -214,7 +216,10 @@ class Trainer:
                 self.record.close_epoch()
             is_best = False
             if run.held_out is not None and (at_end or self._is_due(config.evaluation)):
-                is_best = self._evaluate()
+                try:
+                    is_best = self._evaluate()
+                except LockstepError as error:
+                    self._agree(error)  # what was trained is saved, and then this is raised
             if at_end or is_best or self._is_due(config.checkpoint):
                 self._save(is_best)
 
@@ -248,10 +253,9 @@ class Trainer:
         """Evaluate the weights and their first average; say if they are the best. Collective."""
         run, config, model = self.run, self.run.config, bare(self.run.model)
         began, step = time.monotonic(), run.progress.step
-        is_alike = (
-            run.task.calls_alike or type(run.task).finish_evaluation is Task.finish_evaluation
-        )
-        self.evaluated_step = step
+        is_idle = type(run.task).finish_evaluation is Task.finish_evaluation
+        is_alike = run.task.calls_alike or is_idle
+        run.progress.owes_evaluation = True
         follow_first(model, run.world)
 
         def measure() -> dict[str, float]:
@@ -270,17 +274,15 @@ class Trainer:
         def finish() -> None:
             context = Context(run.world, config.seed, step, 0, training=False)
             with run.autocast or nullcontext(), gathered_whole(model, unless=is_alike):
-                made = together(
-                    run.world,
-                    lambda: run.task.finish_evaluation(model, context, config.output_dir),
-                )
+                ask = partial(run.task.finish_evaluation, model, context, config.output_dir)
+                made = together(run.world, ask)
             for name, value in made.items():
                 if isinstance(value, Path):
                     self.events.write("picture", step, name=name, path=str(value))
                 else:
                     self.metrics[name] = value
 
-        self.metrics = measure()
+        self.metrics, self.evaluated_step = measure(), step
         if config.averages:
             with run.averages.applied(config.averages[0]):
                 self.metrics |= {f"ema_{name}": value for name, value in measure().items()}
@@ -289,7 +291,11 @@ class Trainer:
             finish()
         stall_s = time.monotonic() - began
         self.events.write("evaluation", step, metrics=self.metrics, local_stall_s=stall_s)
-        return config.evaluation.save_best and self._is_best()
+        # The first rank's metrics decide: a task may bring numbers that others have not alike.
+        asked = config.evaluation.save_best and run.world.is_first
+        is_best = together(run.world, lambda: asked and self._is_best())
+        run.progress.owes_evaluation = False
+        return bool(run.world.all_max(int(is_best))[0])
 
     def _save(self, is_best: bool = False) -> None:
         """Save the run as it stands, with what an evaluation of this step found. Collective."""
@@ -309,17 +315,13 @@ class Trainer:
         progress, evaluation = self.run.progress, self.run.config.evaluation
         value = self.metrics.get(evaluation.best_metric)
         if value is None:
-            raise ConfigError(
-                f"evaluation.best_metric={evaluation.best_metric!r} is not measured",
-                f"one of {', '.join(self.metrics) or 'none'}",
-            )
-        if not math.isfinite(value):
-            return False
+            problem = f"evaluation.best_metric={evaluation.best_metric!r} is not measured"
+            raise ConfigError(problem, f"one of {', '.join(self.metrics) or 'none'}")
         sign = 1 if evaluation.best_is == "lowest" else -1
-        if progress.best is not None and sign * value >= sign * progress.best:
-            return False
-        progress.best = value
-        return True
+        before = math.inf if progress.best is None else sign * progress.best
+        is_best = math.isfinite(value) and sign * value < before
+        progress.best = value if is_best else progress.best
+        return is_best
 
     def _say_where(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Note on whatever ends the run which rank met it, and when."""

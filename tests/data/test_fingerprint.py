@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lockstep.data import fingerprint
 from lockstep.data.fingerprint import differences, file_prints, take_print
+from lockstep.testing import run_ranks
 
 
 class Folder:
@@ -156,6 +158,32 @@ def test_looking_at_samples_leaves_the_data_set_and_the_generators_alone() -> No
     assert take_print(samples, 0)["samples"]
     assert samples.num_reads == 0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Large(Samples):
+    """Samples of a size at which torch computes with several threads; the parent has begun to."""
+
+    def __init__(self, read_s: float) -> None:
+        super().__init__()
+        self.read_s = read_s
+        torch.set_num_threads(2)
+        self.values = torch.ones(200_000).mul(2)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.read_s)
+        return self.values.mul(index).exp()
+
+
+def num_looked_at(read_s: float, limit_s: float) -> int:
+    """Run in a process of its own: threads that were begun stay."""
+    fingerprint.READ_S = limit_s
+    return len(take_print(Large(read_s), 0)["samples"])
+
+
+def test_large_samples_are_looked_at_and_slow_ones_while_there_is_time() -> None:
+    assert run_ranks(1, num_looked_at, 0.0, 5.0) == [fingerprint.NUM_SAMPLES]
+    (some,) = run_ranks(1, num_looked_at, 0.08, 1.6)
+    assert 1 <= some < fingerprint.NUM_SAMPLES
 
 
 def test_samples_that_never_repeat_or_cannot_be_read_say_nothing() -> None:

@@ -1,6 +1,7 @@
 """What may go wrong inside a step: memory, and numbers that are none."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep import RunConfig, fit, read_events
 from lockstep.checkpoint import CheckpointStore
-from lockstep.errors import NonFiniteError, OutOfMemoryError
+from lockstep.errors import ConfigError, NonFiniteError, OutOfMemoryError
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask, run_ranks
 
@@ -155,6 +156,36 @@ def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [e for e in read_events(folder) if e["event"] == kind]
 
 
+# --- Parts of the loss --------------------------------------------------------------------
+
+
+class Kinds(TinyTask):
+    """From the second step on, the second micro-batch brings other parts than the first."""
+
+    def __init__(self, *others: str) -> None:
+        super().__init__(num_samples=16, num_held_out=0)
+        self.others = others
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        names = self.others if context.step and context.place else ("ct",)
+        return PartialLoss(made.loss_sum, made.weight, dict.fromkeys(names, (torch.ones(()), 1.0)))
+
+
+@pytest.mark.parametrize("others", [("mri",), ("ct", "mri")])
+def test_parts_that_differ_between_ranks_are_refused(
+    others: tuple[str, ...], tmp_path: Path
+) -> None:
+    def refused() -> str:
+        batch = {"batch_size": 4, "global_batch_size": 8}
+        with pytest.raises(ConfigError) as caught:
+            fit(Kinds(*others), config_for(tmp_path, batch=batch))
+        return caught.value.problem
+
+    said = f"different parts of the loss in one step: ct and {', '.join(others)}"
+    assert all(said in problem for problem in run_ranks(2, refused))
+
+
 # --- Memory -------------------------------------------------------------------------------
 
 
@@ -234,6 +265,8 @@ def test_skipping_leaves_the_step_out_on_all_ranks(poison: float, tmp_path: Path
     assert torch.isfinite(weights_of(tmp_path / "two")).all()
     left_out = {e["step"] for e in events_of(tmp_path / "two", "non_finite")}
     assert len(left_out) >= 3  # once an epoch
+    losses = {e["step"] - 1: e["loss"] for e in events_of(tmp_path / "two", "step")}
+    assert {step for step, loss in losses.items() if math.isnan(loss)} == left_out
     assert all(e["each_once"] for e in events_of(tmp_path / "two", "epoch"))
 
 

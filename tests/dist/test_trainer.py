@@ -143,6 +143,14 @@ def test_an_epoch_says_that_each_sample_was_used_once(num_ranks: int, tmp_path: 
     assert verdicts(tmp_path) == ["20 of 20 samples, each once"] * 2
 
 
+def test_the_rate_counts_the_samples_of_steps_that_are_smaller(tmp_path: Path) -> None:
+    run(tmp_path, 2, log_every=3, evaluation={"every_epochs": 9})
+    logged = events(tmp_path, "step")
+    assert [e["samples"] for e in logged] == [20, 40]
+    for event in logged:  # steps of 8, 8 and 4 samples
+        assert event["samples_per_second"] * 3 * event["step_time_s"] == pytest.approx(20)
+
+
 def test_what_is_dropped_is_said(tmp_path: Path) -> None:
     run(tmp_path, 2, batch={"batch_size": 2, "global_batch_size": 8})
     assert verdicts(tmp_path) == ["16 of 16 samples, each once"] * 2
@@ -476,6 +484,24 @@ def test_the_best_evaluation_is_saved_and_named_whenever_it_comes(tmp_path: Path
     assert store(tmp_path).open("best_model.pt").step == 4
 
 
+class Unlike(Scored):
+    """The ranks do not agree on the metric, and later only the first has it."""
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> dict[str, float]:
+        if context.world.is_first:
+            return super().finish_evaluation(model, context, folder)
+        return {"score": 9.0 - context.step} if context.step < 6 else {}
+
+
+def test_what_is_best_is_the_first_ranks_word_and_all_ranks_save(tmp_path: Path) -> None:
+    best = {"every_steps": 1, "best_metric": "score", "save_best": True}
+    done = run(tmp_path, 2, lambda: Unlike(NUM_SAMPLES), evaluation=best)
+    assert [result.step for result in done] == [6, 6]
+    assert store(tmp_path).open("best_model.pt").step == 4
+
+
 def test_checkpoints_of_epochs_and_of_steps_have_names_and_are_kept(tmp_path: Path) -> None:
     saving = {"every_epochs": 1, "every_steps": 2, "keep_last": 1}
     run(tmp_path, 2, checkpoint=saving | {"name_epochs": True, "name_steps": True})
@@ -493,6 +519,43 @@ def test_a_best_metric_that_is_not_measured_is_refused(tmp_path: Path) -> None:
     errors = run(tmp_path, 2, lambda: Scored(NUM_SAMPLES), evaluation=best)
     assert errors[0][0] == errors[1][0] == "ConfigError"
     assert "'scoer' is not measured" in errors[0][1]
+
+
+class Torn(TinyTask):
+    """A held-out sample cannot be read until it is mended."""
+
+    is_mended = False
+
+    def eval_data(self) -> Any:
+        data = super().eval_data()
+        return data if self.is_mended else TornList(data)
+
+
+class TornList(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        if index == 3:
+            raise OSError("torn")
+        return super().__getitem__(index)
+
+
+def test_an_evaluation_that_fails_loses_no_step_and_is_made_up_for(tmp_path: Path) -> None:
+    evaluation = {"every_epochs": 2, "save_best": True}
+    rare: dict[str, Any] = {"checkpoint": {"every_epochs": 9}, "evaluation": evaluation}
+    errors = run(tmp_path, 2, lambda: Torn(NUM_SAMPLES), **rare)
+    assert {(kind, code) for kind, _, code in errors} == {("DataError", 2)}
+    assert "sample 3 cannot be read" in errors[0][1]
+    saved, _ = store(tmp_path).latest()
+    assert saved is not None
+    assert (saved.step, saved.meta["metrics"]) == (6, {})
+
+    Torn.is_mended = True
+    try:
+        done = run(tmp_path, 2, lambda: Torn(NUM_SAMPLES), **rare, accept_changes=True)
+    finally:
+        Torn.is_mended = False
+    assert [result.step for result in done] == [6, 6]
+    assert done[0].metrics.keys() >= {"loss"}
+    assert store(tmp_path).open("best_model.pt").step == 6
 
 
 class Frozen(TinyTask):

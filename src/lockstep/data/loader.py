@@ -95,29 +95,24 @@ class Loader:
         if max_steps is None and epochs is None:
             raise ConfigError("how long to train was not said", "epochs=10, or max_steps=1000")
         self._epochs, self._max_steps = epochs, max_steps
-        self.order = order or (
-            Sequential(STREAM_LENGTH)
-            if is_stream(dataset)
-            else Shuffled(self.plan.num_samples, seed)
-        )
+        shuffled = Shuffled(self.plan.num_samples, seed)
+        self.order = order or (Sequential(STREAM_LENGTH) if is_stream(dataset) else shuffled)
         self.dataset = dataset
-        self.consumed = 0
-        self._shift = 0
+        self.consumed = self._shift = 0
         self._world = world
         self._config = config or LoaderConfig()
         self._reader = build_reader(dataset, self.order, seed, collate, self._config.on_bad_sample)
 
     def __len__(self) -> int:
         """Return the steps that are left."""
-        return self.total_steps - self.step
+        return max(0, self.total_steps - self.step)
 
     @property
     def total_steps(self) -> int:
         """Return the length of the run in steps, by epochs or steps, whichever ends first."""
-        by_steps = self._max_steps or math.inf
-        if self._epochs is None:
-            return int(by_steps)
-        return int(min(by_steps, self._epochs * self.plan.steps_per_epoch + self._shift))
+        steps = math.inf if self._max_steps is None else self._max_steps
+        epochs = math.inf if self._epochs is None else self._epochs
+        return int(min(steps, epochs * self.plan.steps_per_epoch + self._shift))
 
     @property
     def step(self) -> int:
@@ -144,16 +139,18 @@ class Loader:
         self._shift = step - step_of(self.plan, consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, one integer, and the plan it was counted under."""
-        return {"step": self.step, "consumed": self.consumed, "plan": asdict(self.plan)}
+        """Return the whole state, one integer, and the plan and seed it was counted under."""
+        under = {"plan": asdict(self.plan), "seed": self._reader.seed}
+        return {"step": self.step, "consumed": self.consumed, **under}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after as many samples as `state_dict` counted, with the same global batch.
 
         Raises:
-            ConfigError: if samples or batch size have changed since.
+            ConfigError: if samples, batch size or seed have changed since.
         """
-        self.plan = resume_plan(BatchPlan(**state["plan"]), self.plan)
+        seeds = ("seed", state.get("seed", self._reader.seed), self._reader.seed)
+        self.plan = resume_plan(BatchPlan(**state["plan"]), self.plan, seeds)
         self.seek(state["step"], state["consumed"])
 
     def __iter__(self) -> Iterator[StepBatch]:
