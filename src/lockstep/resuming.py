@@ -29,38 +29,19 @@ BINDING: tuple[str, ...] = (
 )
 """Settings, or sections, that decide what is learned or what is best: a resume keeps them."""
 ROUNDING: tuple[str, ...] = ("compile", "num_threads", "gradients.bucket_mb")
-"""Settings that decide the last bits, as hardware does: they bind in exact mode alone."""
-BOUND_ELSEWHERE: tuple[str, ...] = (
-    "seed",
-    "batch.batch_size",
-    "batch.accumulate",
-    "batch.global_batch_size",
-    "rate",
-    "averages",
-)
-"""Settings compared for what they amount to on the ranks there are: the contract, `restore`."""
-FREE: tuple[str, ...] = (
-    "output_dir",
-    "epochs",
-    "max_steps",
-    "loader",
-    "checkpoint",
-    "sinks",
-    "log_every",
-    "device",
-    "parallel",
-    "evaluation.every_epochs",
-    "evaluation.every_steps",
-    "evaluation.batch_size",
-    "evaluation.save_best",
-    "on_out_of_memory",
-    "on_non_finite",
-    "timeout_s",
-    "resume",
-    "accept_changes",
-)
-"""Settings that may change at any time. Another length bends a cosine from there on: whoever
-changes it has asked for that, and is told."""
+"""Settings that decide the last bits, as hardware does: they bind in exact mode alone. Others may
+change at any time, or are compared for what they amount to: the contract, `restore`."""
+
+
+def settled(config: RunConfig, store: CheckpointStore, job: str) -> RunConfig:
+    """Return the config of a run that `job` has started again: what it saved is not asked anew.
+
+    To discard, or to go back, is a word for the first start. Until that has saved something,
+    it is as if it had never been.
+    """
+    newest = store.latest()[0] if config.resume != "auto" else None
+    is_its_own = newest is not None and newest.meta.get("job") == job
+    return config.model_copy(update={"resume": "auto"}) if is_its_own else config
 
 
 def choose_checkpoint(

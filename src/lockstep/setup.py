@@ -46,9 +46,10 @@ from lockstep.resuming import (
     changed_data,
     changed_settings,
     choose_checkpoint,
+    settled,
     take_prints,
 )
-from lockstep.runtime import World
+from lockstep.runtime import World, launched
 from lockstep.sharding import is_sharded, shard
 from lockstep.task import Task
 
@@ -98,6 +99,7 @@ class Run:
         """Return what a checkpoint says of the run beside its tensors."""
         return {
             "world_size": self.world.size,
+            "job": launched().job,
             "contract": self.contract.to_json(),
             "consumed": progress.consumed,
             "ledger": str(progress.ledger),
@@ -220,6 +222,8 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     store = CheckpointStore(
         folder / "checkpoints", keep_last=config.checkpoint.keep_last, recipe=task.name
     )
+    if world.all_max(int(launched().is_again))[0]:  # machines count restarts each for itself
+        config = together(world, lambda: settled(config, store, launched().job))
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
     found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
     check_alike("checkpoints to go on from", found, world)

@@ -714,3 +714,24 @@ def test_a_tasks_settings_are_recorded_and_alike_on_all_ranks(tmp_path: Path) ->
     assert "different settings" in errors[0][1]
     run(tmp_path, 2, lambda: Settled(NUM_SAMPLES, num_held_out=0), max_steps=1)
     assert json.loads((tmp_path / "config.json").read_text())["task"] == {"width": 3}
+
+
+@pytest.mark.parametrize("resume", ["discard", "never", "step_00000002"])
+def test_a_job_that_starts_a_run_again_goes_on_whatever_it_asked_for_at_first(
+    resume: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Else it would discard, refuse, or go back from, what it has trained itself."""
+    env, saving = {"SLURM_JOB_ID": "7"}, {"every_steps": 1, "keep_last": 1}
+
+    def start(**changes: Any) -> Any:
+        return run(tmp_path, 1, before=lambda: os.environ.update(env), resume=resume, **changes)[0]
+
+    if resume.startswith("step"):
+        run(tmp_path, 1, max_steps=2)
+    assert start(max_steps=5, checkpoint=saving).step == 5
+    env["SLURM_RESTART_COUNT"] = "1"
+    capfd.readouterr()
+    assert start().step == 6
+    assert "resumed at step 5" in capfd.readouterr().out
+    env["SLURM_JOB_ID"] = "8"
+    assert resume != "never" or start()[0] == "ConfigError", "another job's is not its own"
