@@ -59,10 +59,12 @@ def choose_checkpoint(
             f"{found} is from an earlier run, and resume is 'never'",
             "resume=auto to go on with it, or another output_dir",
         )
-    if checkpoint is None and rejected:
-        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected)
+    left = [(path, "set aside") for path in sorted(store.folder.glob("superseded_*"))]
+    if checkpoint is None and (rejected or left):  # killed while it went elsewhere, perhaps
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected + left)
         raise CheckpointError(
-            f"no checkpoint in {store.folder} is whole ({reasons})", "another output_dir"
+            f"no checkpoint in {store.folder} is whole ({reasons})",
+            "another output_dir, or the path of one to resume",
         )
     return checkpoint, rejected
 

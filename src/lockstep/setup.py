@@ -308,12 +308,19 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
 
 
 def _settle(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> None:
-    """Make the checkpoint the run goes on from the newest here, with the names it was to have."""
+    """Make the checkpoint the run goes on from the newest here, with the names it was to have.
+
+    One from elsewhere, or that was set aside, is copied: until the first save the run would
+    have nothing else to go on from.
+    """
     if not world.is_first:
         return
-    is_own = checkpoint.path.resolve().parent == store.folder.resolve()
+    is_own = checkpoint.path.resolve() == store.path(checkpoint.step).resolve()
     store.set_aside_after(checkpoint.step if is_own else -1)
-    for name in checkpoint.meta.get("names", []) if is_own else []:
+    if not is_own:
+        parts = {part: checkpoint.load(part) for part in checkpoint.parts}
+        store.save(checkpoint.step, parts, checkpoint.meta)
+    for name in checkpoint.meta.get("names", []):
         store.name(checkpoint.step, name)
 
 

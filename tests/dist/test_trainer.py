@@ -452,6 +452,25 @@ def test_a_run_sent_back_to_an_older_checkpoint_is_not_overtaken_by_what_it_left
     assert not torch.equal(sent_back[name], weights(of_one)[name])
 
 
+def test_a_run_sent_to_what_it_had_left_can_always_go_on_from_there(tmp_path: Path) -> None:
+    """By a name that followed its checkpoint aside; and before anything is saved anew."""
+    saving = {"checkpoint": {"every_epochs": 1, "name_epochs": True}}
+    run(tmp_path, 1, **saving)
+    left = weights(tmp_path)
+    for epoch, step in ((1, 3), (2, 6)):
+        (result,) = run(
+            tmp_path, 1, resume=f"checkpoint_epoch_{epoch}.pt", max_steps=step, **saving
+        )
+        assert isinstance(result, RunResult), result
+        assert store(tmp_path).steps()[-1] == result.step == step
+    assert (tmp_path / "checkpoints" / "checkpoint_epoch_2.pt").resolve().name == "step_00000006"
+    assert all(torch.equal(weights(tmp_path)[name], tensor) for name, tensor in left.items())
+    run(tmp_path / "new", 1, resume=str(store(tmp_path).path(6)))  # nothing is left to do
+    assert store(tmp_path / "new").steps() == [6]
+    store(tmp_path / "new").set_aside_after(-1)  # as far as a kill might let it come
+    assert "superseded_1_step_00000006: set aside" in run(tmp_path / "new", 1)[0][1]
+
+
 def test_another_seed_in_mid_epoch_is_refused(tmp_path: Path) -> None:
     """It would be another order: some samples twice, some never."""
     run(tmp_path, 1, max_steps=2)
