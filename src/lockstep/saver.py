@@ -124,7 +124,12 @@ class Saver:
         if not is_sharded:
             return snapshot(self.run.parts(), world.is_first, self._spare)
         follow_first(bare(self.run.model), world)  # or each would write statistics of its own
-        share = share_of(self.run.parts(), world.rank, world.size)
+        parts = self.run.parts()
+        share = share_of({**parts, "task": {}}, world.rank, world.size)
+        if world.is_first:  # a task may remember something else on every rank
+            own = share_of({"task": parts["task"]})
+            share.tensors.update(own.tensors)
+            share.skeletons.update(own.skeletons)
         return share._replace(tensors=snapshot(share.tensors, spare=self._spare))
 
     def _not_saved(self, error: CheckpointError) -> None:
