@@ -182,18 +182,21 @@ class Run:
         ]
         try:
             load_optimizer(self.optimizer, state)
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             raise CheckpointError(
-                f"the optimizer's saved state does not fit: {error}", "the same parameter groups"
+                f"the optimizer's saved state does not fit: {error}",
+                "the same optimizer with the same parameter groups",
             ) from error
         for group, wanted in zip(self.optimizer.param_groups, asked, strict=True):
-            changed = {name: value for name, value in wanted.items() if group[name] != value}
+            changed = {name: value for name, value in wanted.items() if group.get(name) != value}
             if changed and not self.config.accept_changes:
-                old = ", ".join(f"{n} {group[n]} -> {value}" for n, value in changed.items())
+                old = ", ".join(f"{n} {group.get(n)} -> {value}" for n, value in changed.items())
                 raise ConfigError(
                     f"the checkpoint was trained with another optimizer: {old}",
                     "the old settings, or accept_changes=true to go on with the new ones",
                 )
+            if changed.keys() - group.keys():  # of another kind: what it has is none of ours
+                self.optimizer.state.clear()
             group.update(changed)
 
     def _consumed_now(self, checkpoint: Checkpoint) -> int:

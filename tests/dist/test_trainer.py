@@ -581,6 +581,32 @@ def test_changed_optimizer_settings_need_a_word(tmp_path: Path) -> None:
     assert checkpoint.load("optimizer")["param_groups"][0]["weight_decay"] == 0.3
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says", "after"),
+    [
+        ("AdamW", "RMSprop", "alpha None -> 0.99", "RMSprop goes on"),
+        ("SGD", "AdamW", "saved state does not fit", "saved state does not fit"),
+    ],
+)
+def test_another_kind_of_optimizer_is_refused_or_begins_anew(
+    old: str, new: str, says: str, after: str, tmp_path: Path
+) -> None:
+    class Moved(TinyTask):
+        kind = old
+
+        def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+            more = {"momentum": 0.9} if self.kind == "SGD" else {}
+            kind: type[torch.optim.Optimizer] = getattr(torch.optim, self.kind)
+            return kind(model.parameters(), lr=lr, **more)  # type: ignore[call-arg]
+
+    run(tmp_path, 1, lambda: Moved(NUM_SAMPLES), max_steps=2)
+    Moved.kind = new
+    (refused,) = run(tmp_path, 1, lambda: Moved(NUM_SAMPLES))
+    assert says in refused[1]
+    (result,) = run(tmp_path, 1, lambda: Moved(NUM_SAMPLES), accept_changes=True)
+    assert after in (f"{new} goes on" if isinstance(result, RunResult) else result[1])
+
+
 def test_a_refused_run_discards_and_overwrites_nothing(tmp_path: Path) -> None:
     class Missing(TinyTask):
         def train_data(self) -> list[dict[str, Tensor]]:
