@@ -52,7 +52,8 @@ class Saver:
         self.record.events.write("checkpoint", step, path=path, stall_s=stall_s)
 
         def commit(what: Any) -> None:
-            run.store.save(step, what, meta)
+            if what:
+                run.store.save(step, what, meta)
             for name in names:
                 run.store.name(step, name)
 
@@ -68,7 +69,8 @@ class Saver:
             except CheckpointError as error:
                 self._not_saved(error)
                 return
-            is_sharded = bool(run.world.all_max(int(begun))[0])  # or it is there, but for its names
+            if not run.world.all_max(int(begun))[0]:
+                is_sharded, parts = False, None  # it is there, but for its names
         if is_sharded:
             self._commit = lambda files: commit(Written(parts.skeletons, files))
             self.writer.submit(write_share)

@@ -289,7 +289,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         model=model,
         optimizer=optimizer,
         base_rates=[group["lr"] for group in optimizer.param_groups],
-        averages=Averages(model, config.averages),
+        averages=Averages(model, config.averages if checkpoint else ()),
         scaler=torch.amp.GradScaler(kind) if precision == torch.float16 else None,
         # A cache of the weights, cast, would hold all of them until the end of a pass.
         autocast=torch.autocast(kind, precision, cache_enabled=is_whole) if precision else None,
@@ -307,6 +307,8 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         run.leaf_sum = LeafSum(model, world, task.gathers)
     run.numerics = fingerprint(world.device)
     run.replicate()
+    if checkpoint is None:  # only now do all ranks have the first rank's weights
+        run.averages = Averages(model, config.averages)
     return run
 
 

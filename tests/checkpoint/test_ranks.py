@@ -107,6 +107,23 @@ def test_ranks_that_save_in_shares_save_what_one_would(
         assert content(tmp_path, step) == content(whole, step)
 
 
+def test_a_share_that_lacks_but_its_name_gets_it_at_the_next_try(tmp_path: Path) -> None:
+    def fail_once() -> None:
+        real, tries = os.symlink, iter([OSError(errno.EDQUOT, "quota")])
+
+        def symlink(*args: Any, **options: Any) -> None:
+            if error := next(tries, None):
+                raise error
+            real(*args, **options)
+
+        os.symlink = symlink  # type: ignore[assignment]
+
+    saving = {"every_steps": 6, "name_steps": True, "on_failed_save": "go_on"}
+    assert run(tmp_path, 2, fail_once, **saving) == [6, 6]
+    assert "quota" in warnings(tmp_path, 0)[0][1]
+    assert names(tmp_path) == ["checkpoint_step_6.pt", "step_00000006"]
+
+
 class Remembering(nn.Module):
     """Keeps what it saw last, on this rank."""
 

@@ -415,6 +415,25 @@ def test_a_longer_run_goes_on_from_a_complete_one(of_one: Path, tmp_path: Path) 
         assert torch.equal(weights(tmp_path)[name], tensor)
 
 
+class Unseeded(TinyTask):
+    """First weights that no seed decides, and a look at the average in the end."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(os.getpid()))
+        return model
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> dict[str, float]:
+        return {"seen": float(model[0].weight.detach().sum())}  # of the average
+
+
+def test_averages_begin_with_the_first_rank_s_weights_on_every_rank(tmp_path: Path) -> None:
+    first, second = run(tmp_path, 2, lambda: Unseeded(NUM_SAMPLES), averages=[0.9], max_steps=3)
+    assert first.metrics["seen"] == second.metrics["seen"]
+
+
 # --- Changed numbers --------------------------------------------------------------------
 
 
