@@ -87,14 +87,15 @@ def agree_on_contract(
             f"{checkpoint.path} was saved by a loop of its own", "that loop, or another output_dir"
         )
     stored = Contract.from_json(checkpoint.meta["contract"])
-    asked = config.batch.global_batch_size
-    if asked is not None and not config.accept_changes and asked != stored.plan.global_batch:
+    asked, was = config.batch.global_batch_size, stored.plan
+    is_other = asked not in (None, was.global_batch)
+    if is_other and not config.accept_changes:
         raise ConfigError(
-            f"the checkpoint was trained with global_batch_size {stored.plan.global_batch}, "
+            f"the checkpoint was trained with global_batch_size {was.global_batch}, "
             f"this run asks for {asked}",
             "the old number, or accept_changes=true to go on with the new one",
         )
-    agreed, was = resume_contract(stored, fresh, config.accept_changes), stored.plan
+    agreed = fresh if is_other else resume_contract(stored, fresh, config.accept_changes)
     # The same global batch on other ranks is another loss here: fewer samples meet at a time.
     if gathers and agreed.plan.total_batch != was.total_batch and not config.accept_changes:
         raise ConfigError(

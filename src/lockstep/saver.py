@@ -26,7 +26,7 @@ class Saver:
     def __init__(self, run: Run, record: Record, stack: ExitStack) -> None:
         self.run, self.record = run, record
         self.writer: BackgroundWriter = BackgroundWriter()
-        stack.callback(self.writer.close)
+        stack.push(self._close)
         self.saved_step = run.progress.step if run.resumed_from else None
         self.is_last = False
         """Whether a save that fails can no longer be made good by another."""
@@ -133,6 +133,16 @@ class Saver:
             share.tensors.update(own.tensors)
             share.skeletons.update(own.skeletons)
         return share._replace(tensors=snapshot(share.tensors, spare=self._spare))
+
+    def _close(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait for the writer; a save that fails now does not hide what else ends the run."""
+        try:
+            self.writer.close()
+        except CheckpointError as lost:
+            if error is None:
+                raise
+            message = f"NOT SAVED: {lost.problem}"
+            self.record.events.write("warning", self.run.progress.step, message=message)
 
     def _not_saved(self, error: CheckpointError) -> None:
         """Leave nothing half done; then stop, or say it loudly, as the run was told to."""

@@ -459,6 +459,17 @@ def test_an_accepted_larger_batch_finishes_the_epochs_that_were_asked_for(tmp_pa
     assert events(tmp_path, "epoch")[-1]["message"] == "20 of 20 samples, each once"
 
 
+def test_an_accepted_global_batch_is_taken_on_other_ranks_too(tmp_path: Path) -> None:
+    run(tmp_path, 2, max_steps=2)
+    batch = {"batch_size": 2, "global_batch_size": 4, "drop_last": False}
+    (refused,) = run(tmp_path, 1, batch=batch)
+    assert "trained with global_batch_size 8, this run asks for 4" in refused[1]
+    run(tmp_path, 1, batch=batch, accept_changes=True)
+    checkpoint, _ = store(tmp_path).latest()
+    assert checkpoint is not None
+    assert checkpoint.meta["contract"]["plan"]["leaves_per_step"] == 2
+
+
 def test_a_run_sent_back_to_an_older_checkpoint_is_not_overtaken_by_what_it_left(
     of_one: Path, tmp_path: Path
 ) -> None:
@@ -692,6 +703,26 @@ def test_a_loop_of_ones_own_is_fit_to_the_last_bit(num_ranks: int, tmp_path: Pat
 def test_a_loop_that_does_not_count_its_steps_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"took\(report, batch\)"):
         run_ranks(1, own_loop, tmp_path, False)
+
+
+def test_a_save_that_fails_at_the_end_does_not_hide_what_ended_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mistaken(TinyTask):
+        def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
+            if context.step == 2:
+                raise ValueError("the user's own mistake")
+            return super().loss(model, batch, context)
+
+    def write_late(*_: Any) -> None:
+        time.sleep(0.3)
+        raise CheckpointError("the disk is full", "room")
+
+    monkeypatch.setattr(CheckpointStore, "write_share", write_late)
+    with pytest.raises(ValueError, match="the user's own mistake"):
+        fit(Mistaken(NUM_SAMPLES), config_for(tmp_path, evaluation={"every_epochs": 9}))
+    said = [e["message"] for e in read_events(tmp_path, raw=True) if e["event"] == "warning"]
+    assert said == ["NOT SAVED: the disk is full"]
 
 
 def test_what_ends_a_run_says_on_which_rank_and_after_which_step(tmp_path: Path) -> None:
