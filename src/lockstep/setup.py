@@ -124,6 +124,7 @@ class Run:
             ledger = Ledger.of_epoch(loader.order, plan, epoch, into)
             progress = Progress(step, consumed, self.progress.best, ledger)
             parts["progress"] = progress.state()
+            shutil.rmtree(store.path(step), ignore_errors=True)  # of a run that went another way
             store.save(step, parts, {**self.meta(progress), "names": [], "metrics": {}})
         return store.path(step)
 
