@@ -264,14 +264,14 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     merged = {"state": {**state["state"], **placed}, "param_groups": groups}
     optimizer.load_state_dict({**state, **merged})
     for index, saved in placed.items():
-        parameter, kept = own[index], optimizer.state[own[index]]
-        # Torch has cast it to the parameter's dtype; files hold rows, and a fused one wants the
-        # parameter's layout.
-        for name, value in saved.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-            elif isinstance(value, Tensor) and name != "step":
-                kept[name] = value.to(parameter.device)
+        parameter, kept = own[index], optimizer.state.get(own[index], {})
+        # Torch casts to the parameter's dtype, files hold rows, and a fused optimizer wants the
+        # layout; where a step count is to be, torch knows.
+        for name, now in kept.items():
+            was = saved.get(name)
+            if isinstance(was, Tensor) and was.shape == getattr(now, "shape", 0) and name != "step":
+                like = parameter if was.shape == parameter.shape else now
+                kept[name] = torch.empty_like(like, dtype=was.dtype).copy_(was)
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:
