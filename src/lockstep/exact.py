@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.order import share
 from lockstep.errors import ConfigError
@@ -248,7 +248,7 @@ class Statistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [m for m in model.modules() if isinstance(m, _NormBase)]
+        layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
         self._layers = [layer for layer in layers if layer.running_mean is not None]
         pairs = [(m.running_mean, m.running_var) for m in self._layers]
         self._values = [b for pair in pairs for b in pair if b is not None]

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from lockstep import late_compiler
 from lockstep.agreement import together
-from lockstep.errors import NonFiniteError
+from lockstep.errors import CheckpointError, NonFiniteError
 from lockstep.parallel import bare
 
 if TYPE_CHECKING:
@@ -114,7 +114,11 @@ class LeftOut:
         run, policy = self.run, self.run.config.on_non_finite
         for buffer, kept in zip(bare(run.model).buffers(), self._buffers, strict=False):
             buffer.copy_(kept)
-        evidence = together(run.world, lambda: run.keep_evidence(step))
+        try:
+            evidence = str(together(run.world, lambda: run.keep_evidence(step)))
+            again = f"to see it again: one process, another output_dir, resume={evidence}"
+        except CheckpointError as error:  # it must not hide what has happened
+            evidence, again = "", f"the state that met it is not kept: {error.problem}"
         message = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}"
         self.num += 1
         if policy == "stop" or self.num > MAX_LEFT_OUT:
@@ -122,10 +126,10 @@ class LeftOut:
             raise NonFiniteError(
                 f"{message}{often}; no weight has moved, and nothing of it was saved",
                 "a lower learning rate, a longer warm-up, precision=fp32, or on_non_finite=skip; "
-                f"to see it again: one process with resume={evidence}",
+                + again,
             )
         message += ": left out"
         if policy == "rewind":
             message += f", and the weights of step {together(run.world, run.rewind)} taken again"
-        message += f"; to see it again: resume={evidence}"
-        self.events.write("non_finite", step, policy=policy, path=str(evidence), message=message)
+        message += f"; {again}"
+        self.events.write("non_finite", step, policy=policy, path=evidence, message=message)

@@ -46,9 +46,10 @@ from lockstep.resuming import (
     changed_data,
     changed_settings,
     choose_checkpoint,
+    settled,
     take_prints,
 )
-from lockstep.runtime import World
+from lockstep.runtime import World, launched
 from lockstep.sharding import is_sharded, shard
 from lockstep.task import Task
 
@@ -98,6 +99,7 @@ class Run:
         """Return what a checkpoint says of the run beside its tensors."""
         return {
             "world_size": self.world.size,
+            "job": launched().job,
             "contract": self.contract.to_json(),
             "consumed": progress.consumed,
             "ledger": str(progress.ledger),
@@ -122,6 +124,7 @@ class Run:
             ledger = Ledger.of_epoch(loader.order, plan, epoch, into)
             progress = Progress(step, consumed, self.progress.best, ledger)
             parts["progress"] = progress.state()
+            shutil.rmtree(store.path(step), ignore_errors=True)  # of a run that went another way
             store.save(step, parts, {**self.meta(progress), "names": [], "metrics": {}})
         return store.path(step)
 
@@ -180,18 +183,21 @@ class Run:
         ]
         try:
             load_optimizer(self.optimizer, state)
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             raise CheckpointError(
-                f"the optimizer's saved state does not fit: {error}", "the same parameter groups"
+                f"the optimizer's saved state does not fit: {error}",
+                "the same optimizer with the same parameter groups",
             ) from error
         for group, wanted in zip(self.optimizer.param_groups, asked, strict=True):
-            changed = {name: value for name, value in wanted.items() if group[name] != value}
+            changed = {name: value for name, value in wanted.items() if group.get(name) != value}
             if changed and not self.config.accept_changes:
-                old = ", ".join(f"{n} {group[n]} -> {value}" for n, value in changed.items())
+                old = ", ".join(f"{n} {group.get(n)} -> {value}" for n, value in changed.items())
                 raise ConfigError(
                     f"the checkpoint was trained with another optimizer: {old}",
                     "the old settings, or accept_changes=true to go on with the new ones",
                 )
+            if changed.keys() - group.keys():  # of another kind: what it has is none of ours
+                self.optimizer.state.clear()
             group.update(changed)
 
     def _consumed_now(self, checkpoint: Checkpoint) -> int:
@@ -220,6 +226,8 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     store = CheckpointStore(
         folder / "checkpoints", keep_last=config.checkpoint.keep_last, recipe=task.name
     )
+    if world.all_max(int(launched().is_again))[0]:  # machines count restarts each for itself
+        config = together(world, lambda: settled(config, store, launched().job))
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
     found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
     check_alike("checkpoints to go on from", found, world)
@@ -282,7 +290,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         model=model,
         optimizer=optimizer,
         base_rates=[group["lr"] for group in optimizer.param_groups],
-        averages=Averages(model, config.averages),
+        averages=Averages(model, config.averages if checkpoint else ()),
         scaler=torch.amp.GradScaler(kind) if precision == torch.float16 else None,
         # A cache of the weights, cast, would hold all of them until the end of a pass.
         autocast=torch.autocast(kind, precision, cache_enabled=is_whole) if precision else None,
@@ -300,16 +308,25 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         run.leaf_sum = LeafSum(model, world, task.gathers)
     run.numerics = fingerprint(world.device)
     run.replicate()
+    if checkpoint is None:  # only now do all ranks have the first rank's weights
+        run.averages = Averages(model, config.averages)
     return run
 
 
 def _settle(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> None:
-    """Make the checkpoint the run goes on from the newest here, with the names it was to have."""
+    """Make the checkpoint the run goes on from the newest here, with the names it was to have.
+
+    One from elsewhere, or that was set aside, is copied: until the first save the run would
+    have nothing else to go on from.
+    """
     if not world.is_first:
         return
-    is_own = checkpoint.path.resolve().parent == store.folder.resolve()
+    is_own = checkpoint.path.resolve() == store.path(checkpoint.step).resolve()
     store.set_aside_after(checkpoint.step if is_own else -1)
-    for name in checkpoint.meta.get("names", []) if is_own else []:
+    if not is_own:
+        parts = {part: checkpoint.load(part) for part in checkpoint.parts}
+        store.save(checkpoint.step, parts, checkpoint.meta)
+    for name in checkpoint.meta.get("names", []):
         store.name(checkpoint.step, name)
 
 

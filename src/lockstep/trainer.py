@@ -140,8 +140,9 @@ class Trainer:
         What does not fit in memory is taken again in pieces of half the size.
         """
         run, config = self.run, self.run.config
-        talks = run.task.gathers or config.sync_batch_norm or config.parallel == "fsdp"
-        is_alone = run.world.size == 1 or not talks
+        # A loss that compares samples would be another one for half of them.
+        gathers = run.task.gathers and (run.world.size > 1 or not config.exact)
+        talks = run.world.size > 1 and (config.sync_batch_norm or config.parallel == "fsdp")
         try:
             report = train_step(
                 run.task.loss,
@@ -156,7 +157,7 @@ class Trainer:
                 scaler=run.scaler,
                 leaf_sum=run.leaf_sum,
                 broken=self.left_out.latch(),
-                agree_on_memory=is_alone and config.on_out_of_memory == "halve",
+                agree_on_memory=config.on_out_of_memory == "halve" and not (gathers or talks),
             )
         except OutOfMemoryError as error:
             problem = error.problem

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,24 @@ def test_stop_means_stop(tmp_path: Path) -> None:
         run_ranks(1, train, Hungry("forward"), tmp_path, {"on_out_of_memory": "stop"})
 
 
+class Comparing(Hungry):
+    """Weighs samples by how many it sees together."""
+
+    gathers = True
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        return PartialLoss(made.loss_sum * len(context.gather(batch["x"])), made.weight, made.parts)
+
+
+def test_a_loss_that_compares_samples_is_not_halved(tmp_path: Path) -> None:
+    """It would compare each with half as many: another loss, on one rank too."""
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        fit(Comparing("forward"), config_for(tmp_path / "plain"))
+    exact = config_for(tmp_path / "exact", exact=True)
+    assert fit(Comparing("forward"), exact).step == 10, "there all of a step meet"
+
+
 def test_a_stream_is_walked_again_for_a_step_taken_again(tmp_path: Path) -> None:
     straight, hit = tmp_path / "straight", tmp_path / "hit"
     assert fit(HungryStream(), config_for(straight)).step == 10
@@ -252,6 +271,24 @@ def test_a_bad_step_moves_nothing_and_can_be_met_again(tmp_path: Path) -> None:
     said = f"step {step + 1}: loss nan, gradient norm nan"
     assert said in str(first.value)
     assert said in str(again.value)
+
+
+def test_what_a_bad_step_met_is_that_run_s_or_is_not_kept(tmp_path: Path) -> None:
+    """A disk without room for it neither hides the step nor ends a run that may go on."""
+
+    def meet(lr: float, **changes: Any) -> str:
+        with pytest.raises(NonFiniteError) as met:
+            fit(Poisoned(), config_for(tmp_path, resume="discard", rate={"lr": lr}, **changes))
+        return met.value.remedy
+
+    evidence = [Path(meet(lr).partition("resume=")[2]) for lr in (0.01, 0.02)][1]
+    config = CheckpointStore(tmp_path, recipe="tiny").open(evidence).meta["config"]
+    assert config["rate"]["lr"] == 0.02
+    shutil.rmtree(evidence.parent)
+    evidence.parent.write_text("in the way")
+    assert "the state that met it is not kept: cannot save" in meet(0.01)
+    skipped = fit(Poisoned(), config_for(tmp_path, resume="discard", on_non_finite="skip"))
+    assert skipped.step == 10
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

@@ -423,6 +423,25 @@ def test_a_longer_run_goes_on_from_a_complete_one(of_one: Path, tmp_path: Path) 
         assert torch.equal(weights(tmp_path)[name], tensor)
 
 
+class Unseeded(TinyTask):
+    """First weights that no seed decides, and a look at the average in the end."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(os.getpid()))
+        return model
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> dict[str, float]:
+        return {"seen": float(model[0].weight.detach().sum())}  # of the average
+
+
+def test_averages_begin_with_the_first_rank_s_weights_on_every_rank(tmp_path: Path) -> None:
+    first, second = run(tmp_path, 2, lambda: Unseeded(NUM_SAMPLES), averages=[0.9], max_steps=3)
+    assert first.metrics["seen"] == second.metrics["seen"]
+
+
 # --- Changed numbers --------------------------------------------------------------------
 
 
@@ -448,6 +467,17 @@ def test_an_accepted_larger_batch_finishes_the_epochs_that_were_asked_for(tmp_pa
     assert events(tmp_path, "epoch")[-1]["message"] == "20 of 20 samples, each once"
 
 
+def test_an_accepted_global_batch_is_taken_on_other_ranks_too(tmp_path: Path) -> None:
+    run(tmp_path, 2, max_steps=2)
+    batch = {"batch_size": 2, "global_batch_size": 4, "drop_last": False}
+    (refused,) = run(tmp_path, 1, batch=batch)
+    assert "trained with global_batch_size 8, this run asks for 4" in refused[1]
+    run(tmp_path, 1, batch=batch, accept_changes=True)
+    checkpoint, _ = store(tmp_path).latest()
+    assert checkpoint is not None
+    assert checkpoint.meta["contract"]["plan"]["leaves_per_step"] == 2
+
+
 def test_a_run_sent_back_to_an_older_checkpoint_is_not_overtaken_by_what_it_left(
     of_one: Path, tmp_path: Path
 ) -> None:
@@ -458,6 +488,25 @@ def test_a_run_sent_back_to_an_older_checkpoint_is_not_overtaken_by_what_it_left
     assert store(tmp_path).steps()[-1] == 6
     name = "0.weight"
     assert not torch.equal(sent_back[name], weights(of_one)[name])
+
+
+def test_a_run_sent_to_what_it_had_left_can_always_go_on_from_there(tmp_path: Path) -> None:
+    """By a name that followed its checkpoint aside; and before anything is saved anew."""
+    saving = {"checkpoint": {"every_epochs": 1, "name_epochs": True}}
+    run(tmp_path, 1, **saving)
+    left = weights(tmp_path)
+    for epoch, step in ((1, 3), (2, 6)):
+        (result,) = run(
+            tmp_path, 1, resume=f"checkpoint_epoch_{epoch}.pt", max_steps=step, **saving
+        )
+        assert isinstance(result, RunResult), result
+        assert store(tmp_path).steps()[-1] == result.step == step
+    assert (tmp_path / "checkpoints" / "checkpoint_epoch_2.pt").resolve().name == "step_00000006"
+    assert all(torch.equal(weights(tmp_path)[name], tensor) for name, tensor in left.items())
+    run(tmp_path / "new", 1, resume=str(store(tmp_path).path(6)))  # nothing is left to do
+    assert store(tmp_path / "new").steps() == [6]
+    store(tmp_path / "new").set_aside_after(-1)  # as far as a kill might let it come
+    assert "superseded_1_step_00000006: set aside" in run(tmp_path / "new", 1)[0][1]
 
 
 def test_another_seed_in_mid_epoch_is_refused(tmp_path: Path) -> None:
@@ -625,6 +674,32 @@ def test_changed_optimizer_settings_need_a_word(tmp_path: Path) -> None:
     assert checkpoint.load("optimizer")["param_groups"][0]["weight_decay"] == 0.3
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says", "after"),
+    [
+        ("AdamW", "RMSprop", "alpha None -> 0.99", "RMSprop goes on"),
+        ("SGD", "AdamW", "saved state does not fit", "saved state does not fit"),
+    ],
+)
+def test_another_kind_of_optimizer_is_refused_or_begins_anew(
+    old: str, new: str, says: str, after: str, tmp_path: Path
+) -> None:
+    class Moved(TinyTask):
+        kind = old
+
+        def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+            more = {"momentum": 0.9} if self.kind == "SGD" else {}
+            kind: type[torch.optim.Optimizer] = getattr(torch.optim, self.kind)
+            return kind(model.parameters(), lr=lr, **more)  # type: ignore[call-arg]
+
+    run(tmp_path, 1, lambda: Moved(NUM_SAMPLES), max_steps=2)
+    Moved.kind = new
+    (refused,) = run(tmp_path, 1, lambda: Moved(NUM_SAMPLES))
+    assert says in refused[1]
+    (result,) = run(tmp_path, 1, lambda: Moved(NUM_SAMPLES), accept_changes=True)
+    assert after in (f"{new} goes on" if isinstance(result, RunResult) else result[1])
+
+
 def test_a_refused_run_discards_and_overwrites_nothing(tmp_path: Path) -> None:
     class Missing(TinyTask):
         def train_data(self) -> list[dict[str, Tensor]]:
@@ -691,6 +766,26 @@ def test_a_loop_of_ones_own_is_fit_to_the_last_bit(num_ranks: int, tmp_path: Pat
 def test_a_loop_that_does_not_count_its_steps_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"took\(report, batch\)"):
         run_ranks(1, own_loop, tmp_path, False)
+
+
+def test_a_save_that_fails_at_the_end_does_not_hide_what_ended_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mistaken(TinyTask):
+        def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
+            if context.step == 2:
+                raise ValueError("the user's own mistake")
+            return super().loss(model, batch, context)
+
+    def write_late(*_: Any) -> None:
+        time.sleep(0.3)
+        raise CheckpointError("the disk is full", "room")
+
+    monkeypatch.setattr(CheckpointStore, "write_share", write_late)
+    with pytest.raises(ValueError, match="the user's own mistake"):
+        fit(Mistaken(NUM_SAMPLES), config_for(tmp_path, evaluation={"every_epochs": 9}))
+    said = [e["message"] for e in read_events(tmp_path, raw=True) if e["event"] == "warning"]
+    assert said == ["NOT SAVED: the disk is full"]
 
 
 def test_what_ends_a_run_says_on_which_rank_and_after_which_step(tmp_path: Path) -> None:
@@ -777,3 +872,24 @@ def test_a_tasks_settings_are_recorded_and_alike_on_all_ranks(tmp_path: Path) ->
     assert "different settings" in errors[0][1]
     run(tmp_path, 2, lambda: Settled(NUM_SAMPLES, num_held_out=0), max_steps=1)
     assert json.loads((tmp_path / "config.json").read_text())["task"] == {"width": 3}
+
+
+@pytest.mark.parametrize("resume", ["discard", "never", "step_00000002"])
+def test_a_job_that_starts_a_run_again_goes_on_whatever_it_asked_for_at_first(
+    resume: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Else it would discard, refuse, or go back from, what it has trained itself."""
+    env, saving = {"SLURM_JOB_ID": "7"}, {"every_steps": 1, "keep_last": 1}
+
+    def start(**changes: Any) -> Any:
+        return run(tmp_path, 1, before=lambda: os.environ.update(env), resume=resume, **changes)[0]
+
+    if resume.startswith("step"):
+        run(tmp_path, 1, max_steps=2)
+    assert start(max_steps=5, checkpoint=saving).step == 5
+    env["SLURM_RESTART_COUNT"] = "1"
+    capfd.readouterr()
+    assert start().step == 6
+    assert "resumed at step 5" in capfd.readouterr().out
+    env["SLURM_JOB_ID"] = "8"
+    assert resume != "never" or start()[0] == "ConfigError", "another job's is not its own"
