@@ -34,6 +34,9 @@ class StopSignals:
     thread of ours, so it is noticed while the main thread sits in a collective.
     """
 
+    left_with = 0
+    """The exit code that the last run of this process deserves: 0, or that of what stopped it."""
+
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
         self._requested_at = 0.0

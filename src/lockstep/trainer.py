@@ -202,6 +202,7 @@ class Trainer:
             name = {code: number.name for number, code in EXIT_CODES.items()}[self.stopped_by]
             self.events.write("stop", step, reason=name, exit_code=self.stopped_by)
         self.events.write("run_end", step, seconds=time.monotonic() - self._began)
+        StopSignals.left_with = self.stopped_by
         return RunResult(step, self.metrics, Path(self.run.config.output_dir), self.stopped_by)
 
     def _once_in_a_while(self) -> None:

@@ -221,6 +221,27 @@ def test_a_rank_tells_its_end_before_the_others_can_notice_it(
 # --- A bug that comes back -------------------------------------------------------
 
 
+STOPPED = """
+import os, signal
+from lockstep import RunConfig, fit
+from lockstep.testing import TinyTask
+
+class Task(TinyTask):
+    def loss(self, model, batch, context):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return super().loss(model, batch, context)
+
+sinks = {"curves": False}
+fit(Task(), RunConfig.parse({"output_dir": "run", "epochs": 3, "device": "cpu", "sinks": sinks}))
+"""
+
+
+def test_a_script_that_does_not_say_it_was_stopped_is_queued_again(batch: Batch) -> None:
+    (batch.folder / "train.py").write_text(STOPPED)
+    assert batch.run() == 138, batch.said
+    assert batch.asked == ["requeue 7"]
+
+
 def test_the_same_error_three_times_is_not_tried_again(batch: Batch) -> None:
     assert batch.run("the bug", restarts=9) == 4
     assert batch.said.count("all start again") == 2

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from lockstep.errors import LaunchError
+from lockstep.signals import StopSignals
 
 RECORD = "failure.json"
 FIRST_FAILURE = "LOCKSTEP_FIRST_FAILURE"
@@ -109,7 +110,11 @@ def check_script(words: Sequence[str]) -> None:
 
 
 def run_script(words: Sequence[str]) -> None:
-    """Run a script, or a module after `-m`, as the main program."""
+    """Run a script, or a module after `-m`, as the main program.
+
+    One that says nothing of how it ended, though its run was stopped, has not finished: the
+    launcher must hear of it, or nobody would start it again.
+    """
     if words[0] == "-m":
         sys.argv = list(words[1:])
         sys.path.insert(0, os.getcwd())
@@ -118,6 +123,8 @@ def run_script(words: Sequence[str]) -> None:
         sys.argv = list(words)
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")
+    if StopSignals.left_with:
+        sys.exit(StopSignals.left_with)
 
 
 def exit_code(finished: SystemExit) -> int:
