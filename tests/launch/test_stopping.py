@@ -174,6 +174,17 @@ def test_our_launcher_passes_a_signal_on_and_keeps_its_exit_code(
     assert "Traceback" not in ranks.text
 
 
+def test_our_launcher_lives_through_the_hangup_that_nohup_is_for(
+    tmp_path: Path, start: Start
+) -> None:
+    words = (HERE / "train_and_save.py", tmp_path, "--step_s=0.05")
+    ranks = start("nohup", sys.executable, "-c", LAUNCH_LOCALLY, *words)
+    wait_for_step(tmp_path, 2, ranks)
+    os.killpg(ranks.pid, signal.SIGHUP)
+    assert ranks.finish(60) == 0, ranks.text
+    assert saved_step(tmp_path) == 24
+
+
 # --- Failures ----------------------------------------------------------------
 
 

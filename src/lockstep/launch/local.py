@@ -37,7 +37,7 @@ EXIT_CRASH_LOOP = 4
 FINAL_CODES = {2, 3, 129, 130, 138, 143}
 """A request that cannot work, a loss that is no number, a stop that was asked for: all are
 as true the second time."""
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Passed on to every rank; SLURM announces the time limit with SIGUSR1."""
 SHUTDOWN_S = 90
 """How long ranks that were told to stop may save; who signals twice need not wait."""
@@ -67,7 +67,9 @@ def launch(command: LaunchRequest) -> int:
     _check(command)
     cores_each = max(1, (os.cpu_count() or 1) // command.num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_each))
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SIGNALS
+    # Who was told to ignore one (`nohup`, a shell's `&`) has ranks that ignore it, too.
+    heard = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     if command.num_nodes > 1:  # restarted workers must not find the addresses of the dead
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with _as_nobody():
