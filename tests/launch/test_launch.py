@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import BIN, HERE, Start, last_step, wait_until
+from processes import BIN, HERE, LAUNCH_LOCALLY, Start, last_step, wait_until
 
 from lockstep.checkpoint import CheckpointStore
 from lockstep.errors import LaunchError
@@ -97,6 +98,34 @@ def test_a_rank_that_leaves_is_not_taken_for_those_it_leaves_alone(
     assert launched.finish() == 200, launched.text
     assert "lockstep: rank 0 ended with exit code 200\n" in launched.text, launched.text
     assert "Traceback" not in launched.text, "rank 1 lost its peer, which is no cause"
+
+
+DEAF = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open("deaf", "w").close()
+    time.sleep(300)
+while not os.path.exists("deaf"):
+    time.sleep(0.01)
+raise ZeroDivisionError("the planted fault")
+"""
+IMPATIENT = (  # torch waits 30 s before it kills
+    "from torch.multiprocessing.spawn import ProcessContext as P; "
+    "wait = P._join_procs_with_timeout; "
+    "P._join_procs_with_timeout = lambda ranks, seconds: wait(ranks, 1); "
+)
+
+
+def test_a_rank_that_the_agent_had_to_kill_is_not_taken_for_the_cause(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deaf.py").write_text(DEAF)
+    launched = start(sys.executable, "-c", IMPATIENT + LAUNCH_LOCALLY, "deaf.py")
+    assert launched.finish() == 1, launched.text
+    said = f"lockstep: rank 0 on {socket.gethostname()}: ZeroDivisionError: the planted fault"
+    assert said in launched.text, launched.text
 
 
 # --- A rank that is killed -----------------------------------------------------------------------

@@ -20,7 +20,7 @@ import time
 import types
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -136,15 +136,18 @@ def _build_agent(command: LaunchRequest) -> Any:
             self.seen: Counter[str] = Counter()
 
         def _monitor_workers(self, worker_group: Any) -> RunResult:
+            context: Any = self._pcontext
+            ended = [process.exitcode or 0 for process in context._pc.processes]
             result: RunResult = super()._monitor_workers(worker_group)
-            if result.is_failed():
-                self._take_note(worker_group)
+            if result.is_failed():  # by now those that were left are closed
+                first = worker_group.workers[0].global_rank
+                for rank, seen in result.failures.items():
+                    ended[rank - first] = seen.exitcode
+                self._take_note(first_failure(context, first, ended))
             return result
 
-        def _take_note(self, worker_group: Any) -> None:
+        def _take_note(self, failure: Failure) -> None:
             """Say what happened, and decide whether to try again."""
-            assert self._pcontext is not None
-            failure = first_failure(self._pcontext, worker_group.workers[0].global_rank)
             self.exit_code = failure.code
             self.seen[failure.identity] += 1
             is_loop = bool(failure.identity) and self.seen[failure.identity] >= CRASH_LOOP
@@ -286,10 +289,12 @@ class Failure:
         return "".join(f"{line}\n" for line in lines)
 
 
-def first_failure(context: Any, first_rank: int) -> Failure:
-    """Find the rank that failed before the others did, which failed because of it."""
-    codes = [process.exitcode or 0 for process in context._pc.processes]
-    # Ended from outside, and not by the agent as it closes what is left.
+def first_failure(context: Any, first_rank: int, codes: Sequence[int]) -> Failure:
+    """Find the rank that failed before the others did, which failed because of it.
+
+    `codes` are the exit codes of before the agent ended those that were left, which it kills
+    where they do not heed it.
+    """
     for local, code in enumerate(codes):
         if code < 0 and code != -signal.SIGTERM:
             name = signal.Signals(-code).name
