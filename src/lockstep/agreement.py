@@ -27,7 +27,9 @@ def together(world: World, action: Callable[[], T]) -> T:
 
 def raise_together(world: World, problem: LockstepError | None) -> NoReturn:
     """Raise the first rank's error that has one, on every rank. Collective."""
-    said = [type(problem).__name__, *problem.args] if problem else []
+    # Of an error that a task derived from ours, the name that every rank knows.
+    kinds = [kind.__name__ for kind in type(problem).__mro__ if hasattr(errors, kind.__name__)]
+    said = [kinds[0], problem.problem, problem.remedy] if problem else []
     stories = [json.loads(text) for text in world.all_texts(json.dumps(said))]
     rank, (kind, text, remedy) = next((r, story) for r, story in enumerate(stories) if story)
     where = "" if all(stories) else f"rank {rank}: "

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
 from lockstep.data.order import Ids, Leaf, Order, Shuffled, leaves_of
-from lockstep.errors import CheckpointError, ConfigError, LockstepError, NonFiniteError
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LockstepError,
+    NonFiniteError,
+)
 from lockstep.plan import BatchPlan
 from lockstep.runtime import World
 from lockstep.setup import prepare
@@ -274,6 +280,24 @@ def test_bad_samples_are_skipped_alike_for_every_number_of_ranks(tmp_path: Path)
 
 
 # --- Streams ----------------------------------------------------------------------------
+
+
+class TheirError(DataError):
+    """An error of a task's own."""
+
+
+class BrokenTask(TinyTask):
+    """A task whose data one rank cannot read, and says so in its own way."""
+
+    def train_data(self) -> list[dict[str, Tensor]]:
+        if os.environ["RANK"] == "1":
+            raise TheirError("row 7 is broken", "mend it")
+        return super().train_data()
+
+
+def test_an_error_that_a_task_derived_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    errors = run(tmp_path, 2, BrokenTask)
+    assert errors == [("DataError", "rank 1: row 7 is broken\n  try: mend it", 2)] * 2
 
 
 class StreamTask(TinyTask):
