@@ -100,6 +100,19 @@ def test_a_rank_that_leaves_is_not_taken_for_those_it_leaves_alone(
     assert "Traceback" not in launched.text, "rank 1 lost its peer, which is no cause"
 
 
+WATCHED = """
+import os, threading, time
+threading.Timer(0.1, lambda: os._exit(7)).start()
+time.sleep(60)
+"""
+
+
+def test_a_thread_may_end_its_rank(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "watched.py").write_text(WATCHED)
+    launched = start(*LAUNCH, "1", tmp_path / "watched.py")
+    assert launched.finish(30) == 7, launched.text
+
+
 DEAF = """
 import os, signal, time
 if os.environ["RANK"] == "1":

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -43,8 +44,11 @@ def work(*words: str) -> None:
     leave = os._exit
 
     def exit_now(status: int) -> NoReturn:
-        # The agent waits for a worker to return; one that is simply gone, it takes for busy.
         if os.getpid() == own_process:
+            if status and threading.current_thread() is not threading.main_thread():
+                leave_record(folder, status)  # `sys.exit` would end the thread alone
+                leave(status)
+            # The agent waits for a worker to return; one that is gone with 0, it takes for busy.
             sys.exit(status)
         leave(status)
 
