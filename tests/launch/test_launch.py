@@ -192,6 +192,19 @@ def test_two_launchers_form_one_group_and_go_on_together(tmp_path: Path, start: 
     assert weights(tmp_path / "two") == weights(tmp_path / "alone")
 
 
+def test_a_machine_that_gives_up_is_told_of_on_the_others_in_a_line(
+    tmp_path: Path, start: Start
+) -> None:
+    nodes = (*LAUNCH, "1", "--nodes=2", f"--head=localhost:{free_port()}", "--restarts=3")
+    words = (TRAIN, tmp_path, "--fail_at=2", "--fail_rank=1", "--fail_with=2")
+    both = [start(*nodes, f"--node-rank={rank}", *words) for rank in (0, 1)]
+    codes = [one.finish(60) for one in both]
+    assert sorted(codes) == [1, 2], [one.text for one in both]
+    other = both[codes.index(1)].text
+    assert "\nlockstep: the 2 machines do not meet again\n  try: " in other
+    assert "elastic" not in other, "no traceback of the launcher's own"
+
+
 def test_a_machine_that_does_not_come_is_named(start: Start) -> None:
     head = f"localhost:{free_port()}"
     nodes = (*LAUNCH, "1", "--nodes=3", f"--head={head}", "--wait=6")

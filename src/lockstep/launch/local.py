@@ -77,6 +77,7 @@ def launch(command: LaunchRequest) -> int:
         forkserver.ensure_running()  # it imports torch while we do
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     _shorten_pauses(command.num_nodes)
     # The failing rank has said what is wrong; the agent's own table says it again, worse.
@@ -89,6 +90,12 @@ def launch(command: LaunchRequest) -> int:
             result = agent.run()
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
+    except RendezvousError:  # one has given up for good, or is gone
+        sys.stderr.write(
+            f"lockstep: the {command.num_nodes} machines do not meet again\n"
+            "  try: what another of them has said; then the same command on all\n"
+        )
+        return int(agent.exit_code) or 1
     finally:
         agent._worker_group.spec.rdzv_handler.shutdown()
         if command.logs is None:
