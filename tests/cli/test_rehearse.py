@@ -13,7 +13,7 @@ import pytest
 from lockstep import RunConfig
 from lockstep.cli import rehearse as rehearsing
 from lockstep.cli.rehearse import PHASES, Told, rehearse
-from lockstep.cli.stage import with_a_middle
+from lockstep.cli.stage import NOTES, Stage, with_a_middle
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.rehearsal import rehearsed
 from lockstep.testing import free_port
@@ -44,6 +44,16 @@ def see(
     assert ended == code, f"{report}\n{said}"
     report["phases"] = {phase["phase"]: phase for phase in report["phases"]}
     return report
+
+
+def test_a_process_alone_in_an_allocation_is_all_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}.items():
+        monkeypatch.setenv(name, value)
+    Stage(tmp_path).note("store")
+    note = json.loads((tmp_path / NOTES).read_text())
+    assert (note["rank"], note["size"]) == (0, 1)
 
 
 # --- Planted faults ----------------------------------------------------------
