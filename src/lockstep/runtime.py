@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -201,12 +200,7 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.leave()
 
     def __repr__(self) -> str:

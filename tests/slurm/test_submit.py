@@ -168,6 +168,14 @@ def test_a_failure_is_tried_as_often_as_was_asked(batch: Batch) -> None:
     assert "a rank ended with exit code 1; all start again (try 3 of 3)" in batch.said
 
 
+def test_ranks_can_tell_that_they_are_started_again(batch: Batch) -> None:
+    told = 'echo "start $LOCKSTEP_RESTART_COUNT"'
+    batch.stand_in("srun", f"[[ $1 != --kill* ]] || {{ {told}; exit 1; }}")
+    batch.run("1", restarts=1)
+    starts = [line for line in batch.said.splitlines() if line.startswith("start ")]
+    assert starts == ["start 0", "start 1"]
+
+
 # srun reports the highest exit code. After the rank of the script there is another.
 SEVERAL = 'while [[ $1 == --* ]]; do shift; done; "$@"; "${@:1:4}" bash -c "exit %d"; exit 255'
 
