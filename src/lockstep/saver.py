@@ -30,6 +30,8 @@ class Saver:
         self.saved_step = run.progress.step if run.resumed_from else None
         self.is_last = False
         """Whether a save that fails can no longer be made good by another."""
+        self.is_by_the_way = False
+        """Whether the run ends by something else, which a save that fails must not hide."""
         self._spare: dict[str, Tensor] = {}
         """The copy that was saved last; no save is under way when the next one is made."""
         self._files: dict[str, dict[str, Any]] = {}
@@ -135,21 +137,21 @@ class Saver:
         return share._replace(tensors=snapshot(share.tensors, spare=self._spare))
 
     def _close(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for the writer; a save that fails now does not hide what else ends the run."""
+        """Wait for the writer."""
+        self.is_by_the_way = error is not None
         try:
             self.writer.close()
         except CheckpointError as lost:
-            if error is None:
-                raise
-            message = f"NOT SAVED: {lost.problem}"
-            self.record.events.write("warning", self.run.progress.step, message=message)
+            self._not_saved(lost)
 
     def _not_saved(self, error: CheckpointError) -> None:
         """Leave nothing half done; then stop, or say it loudly, as the run was told to."""
         self._commit = self.saved_step = None
         if self.run.world.is_first:
             self.run.store.sweep()
-        if self.is_last or self.run.config.checkpoint.on_failed_save == "stop":
+        must = self.is_last or self.run.config.checkpoint.on_failed_save == "stop"
+        if must and not self.is_by_the_way:
             raise error
-        message = f"NOT SAVED: {error.problem}; the run goes on and tries again at the next save"
+        then = "" if self.is_by_the_way else "; the run goes on and tries again at the next save"
+        message = f"NOT SAVED: {error.problem}{then}"
         self.record.events.write("warning", self.run.progress.step, message=message)

@@ -238,6 +238,7 @@ class Trainer:
         world = self.run.world
         votes = (problem is not None, *self.saver.votes)
         stop, failed, lost, busy = world.all_max(self.signals.exit_code, *map(int, votes))
+        self.saver.is_by_the_way = bool(failed)
         self.saver.heed(lost, busy)
         if failed:
             if self.saver.saved_step != self.run.progress.step:

@@ -812,6 +812,20 @@ def test_a_save_that_fails_at_the_end_does_not_hide_what_ended_the_run(
     assert said == ["NOT SAVED: the disk is full"]
 
 
+def test_a_bad_sample_is_named_though_the_disk_is_full(tmp_path: Path) -> None:
+    def fill_disk() -> None:
+        def write_share(*_: Any) -> None:
+            raise CheckpointError("the disk is full", "room")
+
+        CheckpointStore.write_share = write_share  # type: ignore[method-assign]
+
+    for said in run(tmp_path, 2, lambda: OneHoleTask(NUM_SAMPLES), fill_disk, checkpoint={}):
+        assert said[0] == "DataError"
+        assert "sample 5 cannot be read" in said[1]
+    warned = [e["message"] for e in read_events(tmp_path, raw=True) if e["event"] == "warning"]
+    assert warned == ["NOT SAVED: rank 0: the disk is full"]
+
+
 def test_what_ends_a_run_says_on_which_rank_and_after_which_step(tmp_path: Path) -> None:
     class Broken(TinyTask):
         def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
