@@ -100,6 +100,15 @@ def test_a_rank_that_leaves_is_not_taken_for_those_it_leaves_alone(
     assert "Traceback" not in launched.text, "rank 1 lost its peer, which is no cause"
 
 
+def test_an_error_of_ours_that_a_script_lets_through_is_not_tried_again(
+    tmp_path: Path, start: Start
+) -> None:
+    (tmp_path / "own.py").write_text("import lockstep.errors as e; raise e.DataError('no', 'a')")
+    launched = start(*LAUNCH, "1", "--restarts=3", tmp_path / "own.py")
+    assert launched.finish(30) == 2, launched.text
+    assert "start again" not in launched.text
+
+
 WATCHED = """
 import os, threading, time
 threading.Timer(0.1, lambda: os._exit(7)).start()

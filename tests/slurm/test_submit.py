@@ -208,6 +208,7 @@ def test_the_error_of_the_first_rank_is_shown_and_the_others_a_line(batch: Batch
         ("import os; os._exit(3)", "3"),
         ("import sys; sys.exit('no')", "1"),
         ("raise ValueError('no')", "1\nValueError: no"),
+        ("import lockstep.errors as e; raise e.DataError('no', 'a')", "2\nDataError: no try: a"),
         ("import os; os.fork() or os._exit(5); os.wait()", ""),
     ],
 )

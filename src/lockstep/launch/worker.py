@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, LockstepError
 from lockstep.signals import StopSignals
 
 RECORD = "failure.json"
@@ -53,7 +53,7 @@ def work(*words: str) -> None:
         leave(status)
 
     os._exit = exit_now
-    sys.excepthook = lambda kind, error, trace: leave_record(folder, 1, error)
+    sys.excepthook = lambda kind, error, trace: leave_record(folder, code_of(error), error)
     try:
         run_script(words)
     except SystemExit as finished:
@@ -65,8 +65,8 @@ def work(*words: str) -> None:
         leave_record(folder, 128 + signal.SIGINT)
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:
-        leave_record(folder, 1, error)
-        sys.exit(1)
+        leave_record(folder, code_of(error), error)
+        sys.exit(code_of(error))
     finally:
         from lockstep.runtime import let_gloo_finish
 
@@ -139,6 +139,11 @@ def exit_code(finished: SystemExit) -> int:
     return 1
 
 
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a script that an error ends: of one of ours, what it says."""
+    return error.exit_code if isinstance(error, LockstepError) else 1
+
+
 def end_with_parent() -> None:
     """Have the kernel end this process when the one that forked it is gone.
 
@@ -186,7 +191,7 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
     """Print the error of the first rank that fails; of those it leaves alone, a line."""
     said = f"{kind.__name__}: {error}"
     identity = identity_of(said, getattr(error, "__notes__", []))
-    if isinstance(error, KeyboardInterrupt) or _is_first(f"1\n{identity}\n"):
+    if isinstance(error, KeyboardInterrupt) or _is_first(f"{code_of(error)}\n{identity}\n"):
         traceback.print_exception(kind, error, _own_frames(trace))
     else:
         sys.stderr.write(f"{said.splitlines()[0]} (another rank had failed before)\n")
@@ -237,6 +242,9 @@ def be_task(words: Sequence[str]) -> None:
         if code:
             _is_first(f"{code}\n")
         sys.exit(code)
+    except LockstepError as error:
+        tell(type(error), error, error.__traceback__)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
