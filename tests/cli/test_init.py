@@ -195,6 +195,13 @@ def test_the_batch_script_keeps_words_as_they_were_typed(project: Path) -> None:
     assert words[words.index("train.py") :] == ["train.py", *typed, "--lr", "1 2"]
 
 
+def test_a_name_that_holds_a_word_of_the_template_stays_whole(project: Path) -> None:
+    init("slurm", "SYSTEM/train.py", ["--STEM"], force=False)
+    text = (project / "scripts" / "train_slurm_multi_node.sh").read_text()
+    assert "train SYSTEM/train.py --STEM" in text
+    assert "#SBATCH --job-name=train\n" in text
+
+
 # --- All kinds ---------------------------------------------------------------
 
 
