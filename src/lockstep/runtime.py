@@ -70,7 +70,7 @@ def group_timeout_s(configured: float) -> float:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise LaunchError(f"NCCL_TIMEOUT={text!r} is not a time", "set it in seconds: 1800")
-    return seconds
+    return min(seconds, MAX_TIMEOUT_S)
 
 
 def choose_device(launch: Launch, wanted: str = "auto") -> torch.device:
