@@ -342,8 +342,15 @@ def _settle_folder(folder: Path, task: Task, config: RunConfig, world: World) ->
     """Discard what is to be discarded and write the config down, now that the run will start."""
     if not world.is_first:
         return
+    holds_run = (folder / "config.json").exists()
+    if config.resume == "discard" and not holds_run and (folder / "checkpoints").exists():
+        raise ConfigError(
+            f"{folder} holds checkpoints and no config.json: whose they are is not known, and "
+            "nothing is discarded",
+            "another output_dir, or remove them yourself",
+        )
     try:
-        if config.resume == "discard" and (folder / "config.json").exists():
+        if config.resume == "discard" and holds_run:
             for name in ("checkpoints", "events", "samples", "tensorboard"):
                 if (folder / name).exists():
                     shutil.rmtree(folder / name)

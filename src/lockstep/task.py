@@ -172,6 +172,9 @@ class Task:
         divided by one weight. The core counts before the backward pass, and hands the
         step's totals to `loss` as `context.weights`. Such a loss divides each term
         itself, returns their sum with weight 1, and its terms as `parts`.
+
+        An evaluation counts each held-out batch by itself, so that such a loss comes out as
+        a mean over batches. Where that is not what is meant, `evaluate` returns sums.
         """
         return {}
 

@@ -440,6 +440,15 @@ def test_discard_starts_over(of_one: Path, tmp_path: Path) -> None:
     assert len(events(tmp_path, "epoch")) == 2
 
 
+def test_discard_takes_nothing_that_may_not_be_a_run_s(tmp_path: Path) -> None:
+    """And does not begin beside it: a later resume would go on from what was to be gone."""
+    run(tmp_path, 1, max_steps=2)
+    (tmp_path / "config.json").unlink()
+    (refused,) = run(tmp_path, 1, resume="discard", max_steps=1)
+    assert "holds checkpoints and no config.json" in refused[1]
+    assert store(tmp_path).steps() == [2]
+
+
 def test_a_longer_run_goes_on_from_a_complete_one(of_one: Path, tmp_path: Path) -> None:
     run(tmp_path, 1, epochs=1)
     assert run(tmp_path, 1, epochs=2)[0].step == 6
