@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from lockstep.agreement import raise_together, together
+from lockstep.agreement import check_alike, raise_together, together
 from lockstep.config import Cadence, RunConfig
 from lockstep.data.loader import StepBatch
 from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError
@@ -28,7 +28,7 @@ from lockstep.record import Record
 from lockstep.runtime import World
 from lockstep.saver import Saver
 from lockstep.schedule import build_schedule
-from lockstep.setup import Run, check_alike, prepare
+from lockstep.setup import Run, prepare
 from lockstep.sharding import gathered_whole, raise_if_out_of_reach
 from lockstep.signals import EXIT_CODES, StopSignals
 from lockstep.step import train_step
