@@ -175,6 +175,8 @@ class Trainer:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
         run, before = self.run, self.run.progress.consumed
         if self.report is None:
+            if run.leaf_sum:
+                run.leaf_sum.raise_if_unused()
             check_alike("parts of the loss", " ".join(report.names), run.world)
             if run.config.compile:
                 seconds = time.monotonic() - self._step_began
