@@ -131,6 +131,13 @@ def test_a_fixed_global_batch_leaves_each_gpu_fewer_micro_batches() -> None:
     assert replace(TIMELINE, micro_batches=4).on(2).step_s == 1.0
 
 
+def test_micro_batches_that_do_not_share_out_evenly_speed_up_no_more_than_the_busiest_rank() -> None:
+    own = replace(TIMELINE, step_s=12.0, backward_end_s=12.0, buckets=(), samples=120)
+    own = replace(own, micro_batches=12, fixed_batch=True)
+    speed_ups = [forecast(own, LINK, ranks).speed_up for ranks in (2, 5, 8, 12)]
+    assert speed_ups == pytest.approx([2, 4, 6, 12])  # 6, 3, 2 and 1 micro-batches
+
+
 def test_the_fit_recovers_latency_and_bandwidth() -> None:
     link = Link("true", latency_s=50e-6, bytes_per_s=1.5e9)
     sizes = [4096 * 4**power for power in range(7)]
