@@ -14,8 +14,9 @@ import pytest
 
 from lockstep.bench.forecast import SUM_BYTES, Bucket, Timeline, forecast, slowest_of, step_s
 from lockstep.bench.link import Link, fit_link
-from lockstep.bench.play import Measured
-from lockstep.bench.report import limit_of
+from lockstep.bench.part import SHARDED
+from lockstep.bench.play import Bench, Measured
+from lockstep.bench.report import Scaling, limit_of
 from lockstep.cli.main import main
 
 pytestmark = pytest.mark.timeout(120)
@@ -131,7 +132,7 @@ def test_a_fixed_global_batch_leaves_each_gpu_fewer_micro_batches() -> None:
     assert replace(TIMELINE, micro_batches=4).on(2).step_s == 1.0
 
 
-def test_micro_batches_that_do_not_share_out_evenly_speed_up_no_more_than_the_busiest_rank() -> None:
+def test_micro_batches_that_do_not_share_out_evenly_speed_up_as_the_busiest_rank() -> None:
     own = replace(TIMELINE, step_s=12.0, backward_end_s=12.0, buckets=(), samples=120)
     own = replace(own, micro_batches=12, fixed_batch=True)
     speed_ups = [forecast(own, LINK, ranks).speed_up for ranks in (2, 5, 8, 12)]
@@ -201,6 +202,27 @@ TWO = replace(ONE, facts={**ONE.facts, "global_batch": 16}, ranks=2, sizes=QUICK
 )
 def test_the_limit_is_named(found: Measured, words: str) -> None:
     assert limit_of(found, ONE).startswith(words)
+
+
+def test_of_a_sharded_model_nothing_is_told_apart_or_forecast() -> None:
+    facts = {**ONE.facts, "parallel": "fsdp", "remarks": [SHARDED]}
+    one = replace(ONE, facts=facts)
+    two = replace(one, facts={**facts, "global_batch": 16}, ranks=2, whole_s=[0.15] * 5)
+    found = Scaling.of(["train.py"], [one, replace(two, local_s=[0.148] * 5)], None)
+    assert found.forecasts == []
+    assert found.rows[1].communication == 0
+    assert found.rows[1].limit.startswith("sharding or each other: a step's own work takes 147 ms")
+    assert found.lines()[-1] == f"  remark: {SHARDED}"
+
+
+def test_what_is_left_out_of_a_measurement_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {**ONE.facts, "num_workers": 0, "device": "cpu", "remarks": ["without exact mode"]}
+    monkeypatch.setattr(Bench, "measure", lambda *args, **named: replace(ONE, facts=facts))
+    for verb in ("step", "input"):
+        assert say(monkeypatch, verb, "--", "train.py") == 0
+        assert capsys.readouterr().out.endswith("  remark: without exact mode\n")
 
 
 # --- On real ranks ---

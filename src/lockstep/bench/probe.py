@@ -259,6 +259,7 @@ class Probe:
             "global_batch": plan.global_batch,
             "micro_batches": plan.accumulate,
             "compile": run.config.compile,
+            "parallel": run.config.parallel,
             "fixed_batch": run.config.batch.global_batch_size is not None,
             "parameters": sum(p.numel() for p in self.parameters.values()),
         }
