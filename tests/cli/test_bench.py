@@ -9,15 +9,21 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lockstep import Loader, RunConfig
 from lockstep.bench.forecast import SUM_BYTES, Bucket, Timeline, forecast, slowest_of, step_s
 from lockstep.bench.link import Link, fit_link
-from lockstep.bench.part import SHARDED
+from lockstep.bench.part import SHARDED, BenchPart
 from lockstep.bench.play import Bench, Measured
+from lockstep.bench.probe import Clock, Probe
 from lockstep.bench.report import Scaling, limit_of
 from lockstep.cli.main import main
+from lockstep.plan import BatchConfig, plan_batches
+from lockstep.testing import FakeWorld, ManualClock
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -223,6 +229,26 @@ def test_what_is_left_out_of_a_measurement_is_said(
     for verb in ("step", "input"):
         assert say(monkeypatch, verb, "--", "train.py") == 0
         assert capsys.readouterr().out.endswith("  remark: without exact mode\n")
+
+
+def test_a_batch_that_a_rank_reads_to_keep_in_step_is_no_input(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Three micro-batches of two on two ranks: the first has one, and borrows one."""
+    clock, world = ManualClock(), FakeWorld(rank=0, size=2)
+
+    class Slow(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            clock.advance(0.01)
+            return super().__getitem__(index)
+
+    plan = plan_batches(BatchConfig(batch_size=2, global_batch_size=6), 60, 2)
+    loader = Loader(Slow(range(60)), world, plan=plan, max_steps=1000)
+    probe = Probe(BenchPart(4), tmp_path)
+    run = SimpleNamespace(loader=loader, world=world, config=RunConfig(output_dir=str(tmp_path)))
+    probe.run, probe.clock = run, Clock(world.device)  # type: ignore[assignment]
+    monkeypatch.setattr("lockstep.bench.probe.time.perf_counter", clock)
+    assert probe._input() == {"input_samples_per_s": pytest.approx(50)}
 
 
 # --- On real ranks ---
