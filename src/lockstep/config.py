@@ -140,10 +140,7 @@ class RunConfig(BaseModel):
         if self.exact and self.parallel == "fsdp":
             raise ValueError("exact adds whole gradients, fsdp cuts them: set parallel to ddp")
         if self.exact and self.sync_batch_norm:
-            raise ValueError(
-                "exact normalises each micro-batch by itself, sync_batch_norm those of all ranks "
-                "together: set one of the two to false"
-            )
+            raise ValueError("exact normalises micro-batches: set it or sync_batch_norm to false")
         return self
 
     @classmethod

@@ -115,7 +115,7 @@ class LeafSum:
         self._last: Node | None = None
         self._buckets: list[Bucket] = []
         self.num_sent = 0
-        self.has_failed = False
+        self.has_failed = True  # until a step begins
 
     def begin(self, num_leaves: int) -> None:
         """Start a step anew; whatever is left of one that failed is dropped."""
@@ -123,6 +123,11 @@ class LeafSum:
         self._buckets, self._last = [], None
         self.num_sent, self.has_failed = 0, False
         self._statistics.begin()
+
+    def raise_if_unused(self) -> None:
+        """Refuse a step that was taken without us: ranks would keep gradients of their own."""
+        if self.has_failed:
+            raise ConfigError("exact=true; a step is not", "train_step(..., leaf_sum=run.leaf_sum)")
 
     @contextmanager
     def leaf(self, micro_batch: "MicroBatch", is_last: bool) -> Iterator[None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.agreement import together
+from lockstep.agreement import check_alike, together
 from lockstep.average import Averages
 from lockstep.batch_norm import synchronise_batch_norm
 from lockstep.checkpoint import (
@@ -371,24 +371,6 @@ def _held_out(task: Task) -> Any:
 
 def _length(data: Any) -> str:
     return "none" if data is None else "a stream" if is_stream(data) else str(len(data))
-
-
-def check_alike(what: str, local: str, world: World) -> None:
-    """Refuse a run whose ranks do not agree on something they must share. Collective."""
-    said = world.all_texts(local)
-    if len(set(said)) > 1:
-        rank = next(rank for rank, text in enumerate(said) if text != said[0])
-        short = " against ".join(_around_difference(said[0], said[rank]))
-        raise ConfigError(
-            f"ranks 0 and {rank} see different {what}: {short}",
-            "the same flags everywhere, and folders that all nodes share",
-        )
-
-
-def _around_difference(a: str, b: str) -> tuple[str, str]:
-    """Return both texts, cut to where they part."""
-    start = max(0, next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0) - 30)
-    return a[start : start + 60], b[start : start + 60]
 
 
 def choose_precision(wanted: str, device: torch.device) -> torch.dtype | None:

@@ -16,12 +16,7 @@ ECHO_S = 1.0
 """Signals this soon after the first are its echo: a terminal's Ctrl-C reaches every
 process, and a launcher that got it too passes it on once more."""
 
-EXIT_CODES = {
-    signal.SIGHUP: 129,
-    signal.SIGINT: 130,
-    signal.SIGTERM: 143,
-    signal.SIGUSR1: 138,
-}
+EXIT_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
 
 _active: "StopSignals | None" = None
 _fork_hook_set = False

@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from lockstep.agreement import raise_together, together
+from lockstep.agreement import check_alike, raise_together, together
 from lockstep.config import Cadence, RunConfig
 from lockstep.data.loader import StepBatch
 from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError
@@ -28,7 +28,7 @@ from lockstep.record import Record
 from lockstep.runtime import World
 from lockstep.saver import Saver
 from lockstep.schedule import build_schedule
-from lockstep.setup import Run, check_alike, prepare
+from lockstep.setup import Run, prepare
 from lockstep.sharding import gathered_whole, raise_if_out_of_reach
 from lockstep.signals import EXIT_CODES, StopSignals
 from lockstep.step import train_step
@@ -175,6 +175,8 @@ class Trainer:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
         run, before = self.run, self.run.progress.consumed
         if self.report is None:
+            if run.leaf_sum:
+                run.leaf_sum.raise_if_unused()
             check_alike("parts of the loss", " ".join(report.names), run.world)
             if run.config.compile:
                 seconds = time.monotonic() - self._step_began

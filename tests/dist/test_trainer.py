@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -767,9 +768,9 @@ def test_good_steps_are_saved_before_a_bad_sample_ends_the_run(tmp_path: Path) -
 # --- A loop of one's own around the same parts ---------------------------------------------
 
 
-def own_loop(folder: Path, counts: bool = True) -> RunResult:
+def own_loop(folder: Path, counts: bool = True, **more: Any) -> RunResult:
     """Train as `fit` does, with a constant rate, and an extra line in the banner."""
-    config, task = config_for(folder), TinyTask(NUM_SAMPLES)
+    config, task = config_for(folder, **more), TinyTask(NUM_SAMPLES)
     with ExitStack() as stack:
         world = stack.enter_context(World.enter(config.device, config.timeout_s))
         signals = stack.enter_context(StopSignals())
@@ -799,6 +800,13 @@ def test_a_loop_of_ones_own_is_fit_to_the_last_bit(num_ranks: int, tmp_path: Pat
 def test_a_loop_that_does_not_count_its_steps_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"took\(report, batch\)"):
         run_ranks(1, own_loop, tmp_path, False)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_that_leaves_out_exact_mode_is_refused(num_ranks: int, tmp_path: Path) -> None:
+    """Nobody would sum the gradients of two ranks, which would go apart, and save."""
+    with pytest.raises(RuntimeError, match=r"(?s)exact=true.*leaf_sum=run.leaf_sum"):
+        run_ranks(num_ranks, partial(own_loop, exact=True), tmp_path)
 
 
 def test_a_save_that_fails_at_the_end_does_not_hide_what_ended_the_run(

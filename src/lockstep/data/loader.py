@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from torch.utils.data import default_collate
 
+from lockstep.agreement import check_alike
 from lockstep.data.feed import to_device
 from lockstep.data.order import (
     Leaf,
@@ -71,6 +72,8 @@ class StepBatch:
 class Loader:
     """Iterate over the steps of a run: `for batch in Loader(dataset, world, batch_size=32)`.
 
+    All ranks do; they begin together, at the same step, or are refused.
+
     Give `plan` or `batch_size`. Set `consumed` (a checkpoint holds it) to go on
     where a run stopped: reading seeks there, nothing is read again.
     """
@@ -97,9 +100,8 @@ class Loader:
         self._epochs, self._max_steps = epochs, max_steps
         shuffled = Shuffled(self.plan.num_samples, seed)
         self.order = order or (Sequential(STREAM_LENGTH) if is_stream(dataset) else shuffled)
-        self.dataset = dataset
+        self.dataset, self._world = dataset, world
         self.consumed = self._shift = 0
-        self._world = world
         self._config = config or LoaderConfig()
         self._reader = build_reader(dataset, self.order, seed, collate, self._config.on_bad_sample)
 
@@ -154,6 +156,8 @@ class Loader:
         self.seek(state["step"], state["consumed"])
 
     def __iter__(self) -> Iterator[StepBatch]:
+        place = f"step {self.step} of {self.total_steps}, {self.plan.num_samples} samples"
+        check_alike("places to begin", place, self._world)
         steps, rank = range(self.step, self.total_steps), self._world.rank
         plan, shift = self.plan, self._shift
         wanted = (leaf for step in steps for leaf in leaves_of(plan, step - shift, rank))

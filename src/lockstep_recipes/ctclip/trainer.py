@@ -8,9 +8,10 @@ happens between steps (`lockstep.trainer`), or any arithmetic.
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from lockstep.agreement import check_alike
 from lockstep.observe.events import Event, EventLog
 from lockstep.schedule import warmup_cosine
-from lockstep.setup import check_alike, prepare
+from lockstep.setup import prepare
 from lockstep.signals import StopSignals
 from lockstep.trainer import RunResult, Trainer
 from lockstep_recipes.ctclip.config import CTClipConfig
