@@ -14,6 +14,7 @@ Voxels become HU = slope * raw + intercept, are resampled to one spacing, clippe
 import csv
 import io
 import json
+import math
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -270,7 +271,10 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
 
 
 class VolumeData:
-    """Samples: "volume" (1, D, H, W) in float16, "report" as text, "labels" (K,)."""
+    """Samples: "volume" (1, D, H, W) in float16, "report" as text, "labels" (K,).
+
+    A label that was not given is no number: nobody has said that the finding is not there.
+    """
 
     def __init__(
         self, entries: Sequence[Entry], shape: Shape, spacing: Spacing, findings: Sequence[str] = ()
@@ -285,7 +289,7 @@ class VolumeData:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         entry = self.entries[index]
-        labels = [float(entry.findings.get(name, 0)) for name in self.findings]
+        labels = [float(entry.findings.get(name, math.nan)) for name in self.findings]
         volume = prepare(read_voxels(entry), entry, self.shape, self.spacing)
         # Half precision is half an HU: what the origin stores, and half the bytes to move.
         return {

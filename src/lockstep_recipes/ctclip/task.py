@@ -76,6 +76,12 @@ class CTClipTask(Task):
         lines = [f"Pairs told apart at a time: {contract.plan.total_batch}"]
         if self.entries[1] and not self.findings:
             lines.append("warning: held-out volumes have no labels; retrieval alone is measured")
+        lacking = sum(not set(self.findings) <= e.findings.keys() for e in self.entries[1])
+        if lacking:
+            lines.append(
+                f"warning: {lacking} of {len(self.entries[1])} held-out volumes lack labels, and "
+                "are left out where they do"
+            )
         return lines
 
     # --- data ---------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lockstep.resuming import agree_on_contract
 from lockstep.setup import Run, prepare
 from lockstep.testing import FakeWorld, run_ranks
 from lockstep_recipes.ctclip.config import CTClipConfig
+from lockstep_recipes.ctclip.evaluate import measure_findings
 from lockstep_recipes.ctclip.flags import build, overrides
 from lockstep_recipes.ctclip.launch import check_file, choose_precision
 from lockstep_recipes.ctclip.task import CTClipTask
@@ -276,6 +277,24 @@ def test_a_metric_nobody_can_measure_is_said_and_never_the_best(
     assert math.isnan(result.metrics["auroc"])
     assert result.metrics["retrieval_at_1"] == 1, "they all say the same"
     assert not (config.folder / "checkpoints" / "best_model.pt").exists()
+
+
+def test_a_held_out_volume_without_labels_is_no_healthy_one(settings, volumes, tmp_path) -> None:
+    lines = (volumes / "validation" / "manifest.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    for entry in entries:
+        entry["volume"] = str(volumes / "validation" / entry["volume"])
+    whole = dict(entries[0]["labels"])
+    del entries[0]["labels"]
+    del entries[1]["labels"]["Emphysema"]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    made = built(settings({"data": {"paths": {"validation": str(tmp_path / "some.jsonl")}}}))
+    assert any("2 of 7 held-out volumes lack labels" in line for line in banner(made))
+    labels = torch.stack([made.held_out[index]["labels"] for index in range(7)])
+    assert labels.isnan().sum() == len(whole) + 1
+    perfect = labels.nan_to_num(0.9)  # sure of what nobody has looked at
+    assert measure_findings(perfect, labels, 0.5)["auroc"] == 1
+    assert measure_findings(perfect, labels, 0.5)["precision"] == 1
 
 
 def test_a_run_records_every_key_of_its_settings(settings) -> None:
