@@ -95,7 +95,14 @@ class Entry:
     prepared: bool = False
     offset: int | None = None
     """Where the voxels begin inside a tar shard."""
+    member: str = ""
+    """What the sample is called there."""
     shape: Shape = SHARD_SHAPE
+
+    @property
+    def name(self) -> str:
+        """Return the name of the volume: its file's, or its own inside a shard."""
+        return Path(self.member or self.path).name
 
     def problem(self, what: str, remedy: str = "mend or remove it") -> DataError:
         """Return the error that names this volume."""
@@ -116,8 +123,19 @@ def open_entries(path: Path, labels: Path | None = None) -> list[Entry]:
         entries = _read_manifest(path if path.suffix == ".jsonl" else path / "manifest.jsonl")
     if labels is not None:
         found = read_labels(labels)
-        entries = [replace(e, findings=found.get(e.path.name, e.findings)) for e in entries]
+        entries = [replace(e, findings=found.get(scan_of(e.name), e.findings)) for e in entries]
     return entries
+
+
+def scan_of(name: str) -> str:
+    """Return a file's name without what says how the scan is stored.
+
+    >>> scan_of("valid_1_a_1.nii.gz"), scan_of("valid_1_a_1.npz"), scan_of("1.2.840.npy")
+    ('valid_1_a_1', 'valid_1_a_1', '1.2.840')
+    """
+    for suffix in (".npy", ".npz", ".gz", ".nii"):
+        name = name.removesuffix(suffix)
+    return name
 
 
 def _read_manifest(path: Path) -> list[Entry]:
@@ -181,7 +199,7 @@ def _named(labels: Mapping[str, float] | Sequence[float], origin: str) -> Mappin
 
 
 def read_labels(path: Path) -> dict[str, dict[str, float]]:
-    """Return the findings by VolumeName of a CSV file as CT-RATE's.
+    """Return the findings by VolumeName, as `scan_of` has it, of a CSV file as CT-RATE's.
 
     Raises:
         DataError: naming the file and the line.
@@ -201,7 +219,7 @@ def read_labels(path: Path) -> dict[str, dict[str, float]]:
             values = {finding: float(value) for finding, value in row.items()}
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}, line {number}: {error}", "0 or 1 per finding") from error
-        found[name] = dict(_named(values, f"{path}, line {number}"))
+        found[scan_of(name)] = dict(_named(values, f"{path}, line {number}"))
     return found
 
 
@@ -258,6 +276,7 @@ def _shard_entry(name: str, parts: dict[str, tuple[Path, int, int]], shape: Any)
         _named(labels, name),
         prepared=True,
         offset=offset,
+        member=name.partition(":")[2],
         shape=shape,
     )
 

@@ -125,6 +125,24 @@ def test_labels_come_from_a_csv_by_volume_name(tmp_path: Path) -> None:
     ]
 
 
+def test_labels_of_ct_rate_fit_volumes_that_were_converted(tmp_path: Path) -> None:
+    # Its table has the names of the scans as they are published.
+    csv = tmp_path / "labels.csv"
+    for name in ("valid_1_a_1.npy", "valid_1_a_1.npz", "valid_1_a_1.nii.npy"):
+        np.save(tmp_path / "volume.npy", np.zeros((2, 2, 2)))
+        (tmp_path / "volume.npy").rename(tmp_path / name)
+        line = {"volume": name, "report": "x"}
+        (tmp_path / "manifest.jsonl").write_text(json.dumps(line))
+        csv.write_text("VolumeName,Emphysema\nvalid_1_a_1.nii.gz,1\nvalid_1_a_2.nii.gz,0\n")
+        (found,) = open_entries(tmp_path, csv)
+        assert found.findings == {"Emphysema": 1}, name
+    write_shards(tmp_path / "shards", 3)
+    csv.write_text("VolumeName,Emphysema\n000001.nii.gz,1\n")
+    of_shards = [e.findings for e in open_entries(tmp_path / "shards", csv)]
+    assert of_shards[1] == {"Emphysema": 1}
+    assert len(of_shards[0]) == len(of_shards[2]) == len(FINDINGS), "the shard's own"
+
+
 def test_generated_chests_show_and_name_their_findings(tmp_path: Path) -> None:
     shape, none = (24, 48, 48), dict.fromkeys(PLACES, 0)
     healthy = draw(none, shape, np.random.default_rng(0)).astype(int)
