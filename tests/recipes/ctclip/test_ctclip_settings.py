@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 from lockstep import RunConfig, read_events
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LaunchError
 from lockstep.plan import Contract
 from lockstep.record import banner
 from lockstep.resuming import agree_on_contract
@@ -277,6 +277,28 @@ def test_a_metric_nobody_can_measure_is_said_and_never_the_best(
     assert math.isnan(result.metrics["auroc"])
     assert result.metrics["retrieval_at_1"] == 1, "they all say the same"
     assert not (config.folder / "checkpoints" / "best_model.pt").exists()
+
+
+def group_timeout_s(config: CTClipConfig) -> float:
+    waits: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        heard = "lockstep_recipes.ctclip.launch.group_timeout_s"
+        patch.setattr(heard, lambda asked: waits.append(asked) or asked)
+        run(config)
+    return waits[0]
+
+
+def test_settings_of_the_run_have_their_effect_in_a_loop_of_ones_own(settings) -> None:
+    quiet = {"data": {"paths": {"validation": None}}}
+    own = {"lockstep": {"schedule": {"shape": "constant"}, "timeout_s": 77}}
+    config = settings(quiet, own, {"training": {"max_steps": 3, "warmup_steps": 0}})
+    assert run_ranks(1, group_timeout_s, config) == [77]
+    rates = [e["learning_rate"] for e in read_events(config.folder) if e["event"] == "step"]
+    assert rates == [1e-3] * 3
+    assert settings().run_config().timeout_s == 36_000, "unless said"
+    if not torch.cuda.is_available():
+        with pytest.raises(LaunchError, match="cuda"):
+            run(settings(quiet, {"lockstep": {"device": "cuda"}}))
 
 
 def test_a_held_out_volume_without_labels_is_no_healthy_one(settings, volumes, tmp_path) -> None:
