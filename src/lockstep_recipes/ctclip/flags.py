@@ -44,8 +44,9 @@ def flags() -> Flags:
     add = parser.add_argument
     add("--config", type=Path, required=True, help="the settings, in YAML")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting")
-    add("--resume", default="auto", help="auto, never, discard, or a checkpoint")
-    add("--accept_changes", action="store_true", help="resume though batch, rate, data changed")
+    add("--resume", help="auto, never, discard, or a checkpoint")
+    changed = "resume though batch, rate, data changed"
+    add("--accept_changes", action="store_true", default=None, help=changed)
     add("--local_rank", type=int, help="accepted; the launcher's environment wins")
     return parser
 
@@ -54,7 +55,8 @@ def build(argv: Sequence[str]) -> Callable[[], RunResult]:
     """Turn the command line into the run it asks for."""
     args = flags().read(argv)
     values = merged(read_settings(args.config), overrides(args.set))
-    values |= {"resume": args.resume, "accept_changes": args.accept_changes}
+    said = {"resume": args.resume, "accept_changes": args.accept_changes}
+    values |= {key: value for key, value in said.items() if value is not None}
     config = CTClipConfig.parse(values)
     if is_rehearsal():
         config = rehearse(config, values)

@@ -463,6 +463,19 @@ def test_a_number_written_as_yaml_reads_it_as_text_is_a_number(values) -> None:
     assert CTClipConfig.parse(values(read)).training.learning_rate == 1e-4
 
 
+def test_resuming_is_as_the_file_says_unless_a_flag_says_otherwise(values, tmp_path) -> None:
+    said = {"resume": "never", "accept_changes": True}
+    (tmp_path / "settings.yaml").write_text(yaml.dump(values(said)))
+
+    def asked(*flags: str) -> tuple[str, bool]:
+        config = build(["--config", str(tmp_path / "settings.yaml"), *flags]).args[0]  # type: ignore[attr-defined]
+        return config.resume, config.accept_changes
+
+    assert asked() == ("never", True)
+    assert asked("--resume", "discard") == ("discard", True)
+    assert asked("--set", "resume=auto", "--set", "accept_changes=false") == ("auto", False)
+
+
 def test_bad_flags_are_named(command, settings_file) -> None:
     check(command(build, []), "--config")
     check(command(build, ["--config", "none.yaml"]), "none.yaml")
