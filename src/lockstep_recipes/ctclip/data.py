@@ -296,12 +296,18 @@ class VolumeData:
     """
 
     def __init__(
-        self, entries: Sequence[Entry], shape: Shape, spacing: Spacing, findings: Sequence[str] = ()
+        self,
+        entries: Sequence[Entry],
+        shape: Shape,
+        spacing: Spacing,
+        findings: Sequence[str] = (),
+        prepared_as: Shape | None = None,
     ) -> None:
         self.entries = entries
         self.shape = shape
         self.spacing = spacing
         self.findings = tuple(findings)
+        self.prepared_as = prepared_as
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -309,7 +315,8 @@ class VolumeData:
     def __getitem__(self, index: int) -> dict[str, Any]:
         entry = self.entries[index]
         labels = [float(entry.findings.get(name, math.nan)) for name in self.findings]
-        volume = prepare(read_voxels(entry), entry, self.shape, self.spacing)
+        voxels = read_voxels(entry)
+        volume = prepare(voxels, entry, self.shape, self.spacing, self.prepared_as)
         # Half precision is half an HU: what the origin stores, and half the bytes to move.
         return {
             "volume": volume[None].to(torch.float16),
@@ -358,8 +365,16 @@ def read_voxels(entry: Entry) -> NDArray[Any]:
     return voxels
 
 
-def prepare(voxels: NDArray[Any], entry: Entry, shape: Shape, spacing: Spacing) -> Tensor:
+def prepare(
+    voxels: NDArray[Any],
+    entry: Entry,
+    shape: Shape,
+    spacing: Spacing,
+    prepared_as: Shape | None = None,
+) -> Tensor:
     """Return what the network sees: values within [-1, 1], of the wanted shape.
+
+    A prepared volume has that shape already, or `prepared_as`, and is then cut.
 
     Raises:
         DataError: if a prepared volume is of another shape or range, or a voxel is no number.
@@ -369,9 +384,9 @@ def prepare(voxels: NDArray[Any], entry: Entry, shape: Shape, spacing: Spacing) 
     if not np.isfinite([low, high]).all():
         raise entry.problem("holds voxels that are no numbers")
     if entry.prepared:
-        if tuple(volume.shape) != shape:
+        if tuple(volume.shape) != (prepared_as or shape):
             raise entry.problem(
-                f"is prepared as {tuple(volume.shape)}, the model takes {shape}",
+                f"is prepared as {tuple(volume.shape)}, the model takes {prepared_as or shape}",
                 "model.image_encoder.depth and image_size",
             )
         if low < -1.001 or high > 1.001:
@@ -379,7 +394,7 @@ def prepare(voxels: NDArray[Any], entry: Entry, shape: Shape, spacing: Spacing) 
                 f"is called prepared, but its values go from {low:g} to {high:g}",
                 "values within [-1, 1], or prepared: false",
             )
-        return volume
+        return fit_shape(volume, shape) if prepared_as else volume
     volume = volume * entry.slope + entry.intercept
     if entry.spacing is not None:
         volume = resample(volume, entry.spacing, spacing)

@@ -11,8 +11,9 @@ from lockstep.errors import ConfigError
 from lockstep.runtime import is_rehearsal, launched_rank
 from lockstep.trainer import RunResult
 from lockstep_recipes.command import REHEARSAL_STEPS, Flags
-from lockstep_recipes.ctclip.config import CTClipConfig
+from lockstep_recipes.ctclip.config import CTClipConfig, Experiment
 from lockstep_recipes.ctclip.sample_data import make_volumes
+from lockstep_recipes.ctclip.task import CTClipTask
 from lockstep_recipes.ctclip.trainer import run
 from lockstep_recipes.settings import merged, read_settings
 
@@ -58,9 +59,10 @@ def build(argv: Sequence[str]) -> Callable[[], RunResult]:
     said = {"resume": args.resume, "accept_changes": args.accept_changes}
     values |= {key: value for key, value in said.items() if value is not None}
     config = CTClipConfig.parse(values)
-    if is_rehearsal():
-        config = rehearse(config, values)
-    return partial(run, config)
+    if not is_rehearsal():
+        return partial(run, config)
+    small = rehearse(config, values)
+    return partial(run, small, CTClipTask(small, config.model.image_encoder.volume_shape))
 
 
 def overrides(texts: Sequence[str]) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def rehearse(config: CTClipConfig, values: dict[str, Any]) -> CTClipConfig:
         "resume": "discard",
     }
     if not config.data.paths.train.exists():
-        made = make_volumes(folder / "sample_data", seed=config.experiment.seed)
+        made = make_volumes(folder / "sample_data", seed=Experiment().seed)  # the next one's, too
         paths = {"train": str(made / "train"), "validation": str(made / "validation")}
         small["data"]["paths"] = paths | {"labels": None}
     clip = SMALL_MODEL["clip"] | {"loss": config.model.clip.loss}

@@ -26,7 +26,14 @@ from lockstep.randomness import derive_seed
 from lockstep.runtime import World
 from lockstep.task import Context, PartialLoss, Task
 from lockstep_recipes.ctclip.config import CTClipConfig
-from lockstep_recipes.ctclip.data import Entry, VolumeData, findings_in, open_entries, spread
+from lockstep_recipes.ctclip.data import (
+    Entry,
+    Shape,
+    VolumeData,
+    findings_in,
+    open_entries,
+    spread,
+)
 from lockstep_recipes.ctclip.evaluate import (
     chosen,
     measure_findings,
@@ -42,7 +49,12 @@ BETAS = (0.9, 0.99)
 
 
 class CTClipTask(Task):
-    """Bring volumes and their reports together, and all others apart."""
+    """Bring volumes and their reports together, and all others apart.
+
+    Args:
+        config: The settings.
+        prepared_as: The shape that prepared volumes have, where the model takes only a part.
+    """
 
     name = "ctclip"
     may_change = (
@@ -63,8 +75,9 @@ class CTClipTask(Task):
     """What the run itself compares, and what decides nothing."""
     gathers = True
 
-    def __init__(self, config: CTClipConfig) -> None:
+    def __init__(self, config: CTClipConfig, prepared_as: Shape | None = None) -> None:
         self.config = config
+        self.prepared_as = prepared_as
         self._seen: list[dict[str, Tensor]] = []
 
     def settings(self) -> dict[str, Any]:
@@ -109,7 +122,8 @@ class CTClipTask(Task):
 
     def _volumes(self, entries: Sequence[Entry]) -> VolumeData:
         shape = self.config.model.image_encoder.volume_shape
-        return VolumeData(entries, shape, self.config.data.spacing, self.findings)
+        spacing, stored = self.config.data.spacing, self.prepared_as
+        return VolumeData(entries, shape, spacing, self.findings, stored)
 
     @cached_property
     def tokenize(self) -> Vocabulary | LocalTokenizer:

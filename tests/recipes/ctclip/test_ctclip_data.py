@@ -21,6 +21,7 @@ from lockstep_recipes.ctclip.data import (
     read_voxels,
     resample,
 )
+from lockstep_recipes.ctclip.flags import build
 from lockstep_recipes.ctclip.sample_data import PLACES, draw, make_volumes, report
 
 SPACING = (1.5, 0.75, 0.75)
@@ -101,6 +102,26 @@ def test_tar_shards_are_read_by_index(tmp_path: Path) -> None:
         assert sample["report"] == f"Report {index}."
         assert sample["labels"].argmax() == index
     assert "study2" in data.describe(2)
+
+
+def test_a_rehearsal_reads_what_is_prepared_for_the_full_size(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_REHEARSAL", "1")
+    write_shards(tmp_path / "shards", 3, shape=(60, 60, 30))
+    settings = {
+        "data": {"paths": {"train": str(tmp_path / "shards"), "validation": None}},
+        "model": {"image_encoder": {"image_size": 60, "depth": 30}, "clip": {"dim_image": 4608}},
+        "checkpoint": {"save_dir": str(tmp_path / "saves")},
+    }
+    (tmp_path / "fits.yaml").write_text(json.dumps(settings))
+    settings["model"]["image_encoder"]["depth"] = 40
+    (tmp_path / "not.yaml").write_text(json.dumps(settings))
+    fits, does_not = (
+        build(["--config", str(tmp_path / name)]).args[1].train_data()  # type: ignore[attr-defined]
+        for name in ("fits.yaml", "not.yaml")
+    )
+    assert fits[0]["volume"].shape == (1, 24, 48, 48)
+    with pytest.raises(DataError, match=r"\(30, 60, 60\), the model takes \(40, 60, 60\)"):
+        does_not[0]
 
 
 def test_shards_that_are_missing_or_cut_are_named(tmp_path: Path) -> None:
