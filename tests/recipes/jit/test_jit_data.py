@@ -22,6 +22,7 @@ from lockstep_recipes.jit.data import (
     read_image,
     scan,
 )
+from lockstep_recipes.jit.flags import build
 from lockstep_recipes.jit.sample_data import SHAPES, make_images, make_texts
 from lockstep_recipes.jit.task import JiTTask
 
@@ -358,3 +359,14 @@ def test_real_photographs_are_read(shared_data: Path, tmp_path: Path) -> None:
     images = torch.stack([data[index]["image"] for index in range(len(data))])
     assert len(images) >= 8
     assert 20 < images.float().std() < 120
+
+
+def test_a_rehearsal_makes_the_data_that_are_not_there_whatever_else_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_REHEARSAL", "1")
+    monkeypatch.setattr("lockstep_recipes.jit.flags.REHEARSAL_IMAGES", 16)
+    for words in ("", "--seed 1", "--val_path not_there", "--data_format text"):
+        where = ["--data_path", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out")]
+        task, _ = build([*where, *words.split()])
+        assert [len(listing) for listing in task.listings] == [8, 8], words
