@@ -140,7 +140,7 @@ def scan_of(name: str) -> str:
 
 def _read_manifest(path: Path) -> list[Entry]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").split("\n")  # a report may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise DataError(
@@ -205,7 +205,7 @@ def read_labels(path: Path) -> dict[str, dict[str, float]]:
         DataError: naming the file and the line.
     """
     try:
-        rows = list(csv.DictReader(io.StringIO(path.read_text())))
+        rows = list(csv.DictReader(io.StringIO(path.read_text("utf-8-sig"))))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
             f"the labels {path} cannot be read: {error}", "data.paths.labels"

@@ -135,6 +135,16 @@ def test_shards_that_are_missing_or_cut_are_named(tmp_path: Path) -> None:
         open_entries(tmp_path / "cut")
 
 
+def test_a_line_of_a_manifest_ends_where_json_lines_do(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((2, 2, 2)))
+    reports = ["one\u2028two", "three\x85four", "Göğüs"]
+    lines = [json.dumps({"volume": "a.npy", "report": r}, ensure_ascii=False) for r in reports]
+    (tmp_path / "manifest.jsonl").write_bytes("\r\n".join(lines).encode("utf-8-sig"))
+    found = open_entries(tmp_path)
+    assert [e.report for e in found] == reports
+    assert found[1].origin.endswith("line 2")
+
+
 def test_labels_come_from_a_csv_by_volume_name(tmp_path: Path) -> None:
     data = make_volumes(tmp_path / "data", num=2, num_val=1, shape=(4, 8, 8))
     rows = ["VolumeName,Cardiomegaly,Emphysema", "volume_00001.npy,0,1", "volume_00000.npy,1,0"]
