@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from lockstep.data.fingerprint import take_print
 from lockstep.errors import ConfigError, DataError
 from lockstep_recipes.jit import text_pixels
 from lockstep_recipes.jit.data import (
@@ -370,3 +371,14 @@ def test_a_rehearsal_makes_the_data_that_are_not_there_whatever_else_is_asked(
         where = ["--data_path", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out")]
         task, _ = build([*where, *words.split()])
         assert [len(listing) for listing in task.listings] == [8, 8], words
+
+
+def test_files_may_have_names_that_are_no_text(tmp_path: Path) -> None:
+    for index in range(4):
+        with open(os.fsencode(tmp_path) + b"/caf\xe9_%d.png" % index, "wb") as file:
+            Image.new("RGB", (8, 8)).save(file, "PNG")
+    trained, held_out = hold_out(scan(tmp_path), 0.5)
+    data = open_listing(trained, 8, flip=False)
+    assert (len(data), len(held_out)) == (2, 2)
+    assert data[0]["image"].shape == (3, 8, 8)
+    assert take_print(data, seed=0)["length"] == 2
