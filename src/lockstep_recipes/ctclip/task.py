@@ -86,7 +86,9 @@ class CTClipTask(Task):
 
     def banner(self, world: World, contract: Contract) -> list[str]:
         """Say how many pairs meet, and what cannot be measured."""
-        lines = [f"Pairs told apart at a time: {contract.plan.total_batch}"]
+        plan, exact = contract.plan, self.config.run_config().exact
+        num_pairs = plan.global_batch if exact else plan.total_batch
+        lines = [f"Pairs told apart at a time: {num_pairs}"]
         if self.entries[1] and not self.findings:
             lines.append("warning: held-out volumes have no labels; retrieval alone is measured")
         lacking = sum(not set(self.findings) <= e.findings.keys() for e in self.entries[1])

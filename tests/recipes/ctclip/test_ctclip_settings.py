@@ -301,6 +301,14 @@ def test_settings_of_the_run_have_their_effect_in_a_loop_of_ones_own(settings) -
             run(settings(quiet, {"lockstep": {"device": "cuda"}}))
 
 
+def test_the_banner_says_how_many_pairs_meet(settings) -> None:
+    twice = {"training": {"gradient_accumulation_steps": 2}}
+    assert "Pairs told apart at a time: 4" in banner(built(settings(twice)))
+    # In exact mode those of a whole step do.
+    exact = settings(twice, {"lockstep": {"exact": True}})
+    assert "Pairs told apart at a time: 8" in banner(built(exact))
+
+
 def test_a_held_out_volume_without_labels_is_no_healthy_one(settings, volumes, tmp_path) -> None:
     lines = (volumes / "validation" / "manifest.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
