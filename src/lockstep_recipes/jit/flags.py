@@ -86,7 +86,7 @@ def build(argv: Sequence[str]) -> tuple[JiTTask, RunConfig]:
         averages=args.ema_decays,
         compile=args.compile,
     )
-    return JiTTask(task_config(JiTConfig, args)), run
+    return JiTTask(task_config(JiTConfig, args, seed=run.seed)), run
 
 
 def _sample_data(args: argparse.Namespace, num: int, seed: int) -> Path:

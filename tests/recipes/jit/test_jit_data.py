@@ -373,6 +373,12 @@ def test_a_rehearsal_makes_the_data_that_are_not_there_whatever_else_is_asked(
         assert [len(listing) for listing in task.listings] == [8, 8], words
 
 
+def test_a_seed_is_the_same_by_flag_and_by_setting(image_folder: Path) -> None:
+    for words in (["--seed", "5"], ["--set", "seed=5"]):
+        task, config = build(["--data_path", str(image_folder), *words])
+        assert (task.config.seed, config.seed) == (5, 5)
+
+
 def test_files_may_have_names_that_are_no_text(tmp_path: Path) -> None:
     for index in range(4):
         with open(os.fsencode(tmp_path) + b"/caf\xe9_%d.png" % index, "wb") as file:
