@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep_recipes.ctclip.data import (
     FINDINGS,
     Entry,
@@ -192,5 +192,7 @@ def test_generated_chests_show_and_name_their_findings(tmp_path: Path) -> None:
     again = make_volumes(tmp_path / "again", num=5, num_val=30, shape=(4, 8, 8))
     files = sorted(path.relative_to(data) for path in data.rglob("*.np*"))
     assert all((data / f).read_bytes() == (again / f).read_bytes() for f in files)
+    with pytest.raises(ConfigError, match="65 held-out volumes cannot all differ"):
+        make_volumes(tmp_path / "more", num=5, num_val=65, shape=(4, 8, 8))
     with pytest.raises(DataError, match="holds another sample set"):
         make_volumes(tmp_path / "data", num=6, num_val=30, shape=(4, 8, 8))
