@@ -49,7 +49,7 @@ def take_print(dataset: Any, seed: int, like: Mapping[str, Any] | None = None) -
         per_entry = per_entry or math.ceil(length / MAX_ENTRIES)
         texts = list(dataset.fingerprint())
         blocks = ("\n".join(texts[i : i + per_entry]) for i in range(0, length, per_entry))
-        entries = [_digest(block.encode(), 4) for block in blocks]
+        entries = [_digest(block.encode(errors="surrogateescape"), 4) for block in blocks]
         return {"length": length, "per_entry": per_entry, "entries": entries}
     wanted = {int(name) for name in like.get("samples", {})} if like else set()
     indices = [i for i in sorted(wanted or spread(length, NUM_SAMPLES)) if i < length]
