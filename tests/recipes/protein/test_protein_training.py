@@ -261,6 +261,17 @@ def test_every_kind_of_training_learns(make_task, tmp_path, changes) -> None:
     assert after["elbo"] < before["elbo"]
 
 
+def test_a_bound_is_reported_only_where_nothing_of_the_sequence_is_shown(
+    make_task, tmp_path
+) -> None:
+    def make() -> ProteinTask:
+        return make_task(use_discrete_diffusion=False, mask_ratio=0.15, num_designs=0)
+
+    metrics = overfit(make, str(tmp_path), 1)
+    assert metrics["perplexity"] > 10
+    assert not [name for name in metrics if "elbo" in name], "15 % of the nats are no bound"
+
+
 def test_designs_of_an_evaluation_do_not_depend_on_the_ranks(make_task, tmp_path) -> None:
     texts = []
     for ranks in (1, 3):
