@@ -90,6 +90,7 @@ def test_tables_with_and_without_names(tmp_path) -> None:
         ("1,2\n3\n", "no table"),
         ("1,x\n1,2\n3,nan\n", "row 2"),
         ("x,y\n", "no rows"),
+        (",x,y\n0,1,2\n1,3,4\n", "no name"),  # pandas' index is no action
     ):
         (tmp_path / "c.csv").write_text(text)
         with pytest.raises(DataError, match=said):
