@@ -9,6 +9,8 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
+from lockstep.errors import DataError
+from lockstep.testing import run_ranks
 from lockstep_recipes.command import answer
 from lockstep_recipes.segmentation import test as test_command
 from lockstep_recipes.segmentation.flags import build, choose_model
@@ -150,6 +152,12 @@ def test_the_name_of_a_model_says_what_it_has() -> None:
     assert choose_model("res101_ASPP", 101) == ("res101_ASPP", 101, False)
 
 
+def said_of_a_test(argv: list[str]) -> str:
+    with pytest.raises(DataError) as caught:
+        test_command.run(argv)
+    return ":".join(caught.value.problem.split(":")[:2])
+
+
 def test_the_final_test_rebuilds_the_network_and_writes_masks(
     command, data, tmp_path, capfd
 ) -> None:
@@ -179,3 +187,6 @@ def test_the_final_test_rebuilds_the_network_and_writes_masks(
     assert float(said["pixel_accuracy"]) == pytest.approx(np.concatenate(right).mean(), abs=1e-4)
     assert answer(test_command.run, ["--checkpoint", "nowhere", "--dataset_path", str(data)]) == 2
     assert "nowhere" in capfd.readouterr().err
+    (data / "JPEGImages" / f"{masks[1].stem}.jpg").write_bytes(b"no image")  # the second rank's
+    said_by = run_ranks(2, said_of_a_test, argv)
+    assert said_by == [f"rank 1: {data}/JPEGImages/{masks[1].stem}.jpg is not a readable image"] * 2
