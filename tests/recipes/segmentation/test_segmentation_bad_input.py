@@ -49,6 +49,8 @@ def check(ended, *words: str) -> None:
         (["--dist_url", "tcp://host:1"], ["tcp://host:1", "env://"]),
         (["--label_smooth", "2"], ["label_smooth"]),
         (["--batchsize", "1"], ["--batchsize 2"]),
+        (["--crop_size", "0"], ["crop"]),
+        (["--scale", "0", "1"], ["scale"]),
         (["--batchsize", "16"], ["10 samples"]),
         (["--world_size", "2"], ["--world_size 2"]),
         (["--dataset_path", "nowhere"], ["nowhere"]),
@@ -57,6 +59,11 @@ def check(ended, *words: str) -> None:
 )
 def test_a_bad_flag_is_named_with_what_to_try(command, data, argv, words) -> None:
     check(command(build, [*SMALL, *argv]), *words)
+
+
+def test_one_image_a_rank_needs_the_other_ranks_images(command, data) -> None:
+    argv = [*SMALL, "--distributed", "--batchsize", "1", "--no_sync_bn"]
+    check(command(build, argv, ranks=2), "--batchsize 2")
 
 
 def out_of_range(data: Path) -> str:
