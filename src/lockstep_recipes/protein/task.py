@@ -378,5 +378,5 @@ class ProteinTask(Task):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(said))
         known = recoveries[recoveries.isfinite()]
-        median = float(known.median()) if len(known) else math.nan
+        median = float(known.quantile(0.5)) if len(known) else math.nan
         return {**baselines, "design_recovery_median": median}

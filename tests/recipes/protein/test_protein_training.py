@@ -276,9 +276,11 @@ def test_designs_of_an_evaluation_do_not_depend_on_the_ranks(make_task, tmp_path
     texts = []
     for ranks in (1, 3):
         folder = tmp_path / f"ranks{ranks}"
-        run_ranks(ranks, train, make_task, str(folder), 1)
+        metrics = run_ranks(ranks, train, make_task, str(folder), 1)[0]["metrics"]
         (path,) = (folder / "samples").glob("*.fasta")
         entries = path.read_text().split(">")[1:]
         texts.append(sorted(entries))
+        found = [float(entry.split("recovery=")[1].split()[0]) for entry in entries]
+        assert metrics["design_recovery_median"] == pytest.approx(np.median(found), abs=1e-4)
     assert texts[0] == texts[1]
     assert len(texts[0]) == 2
