@@ -325,11 +325,11 @@ class ProteinTask(Task):
         t, factor = to_device(self.process.bound_times(u), x0.device)
         x_t = self.process.corrupt(x0, t, context.generator("mask"))
         logits, _ = model(coords, segment, x_t, t / self.process.num_steps)
-        bound = self.process.bound(logits, x0, x_t, t) * known
-        weighted = bound * factor.to(bound.dtype)[:, None, None]
+        bound = self.process.bound(logits, x0, x_t, t)
+        bound = bound * factor.to(bound.dtype)[:, None, None] + self.process.end_nats(x0)
         scored = self.process.is_scored(x_t) & known
         if self.has_bound:
-            measured["elbo"] = (weighted.sum(), known.sum())
+            measured["elbo"] = ((bound * known).sum(), known.sum())
         measured["loss"] = ((cross_entropy(logits, x0) * scored).sum(), scored.sum())
         return measured
 
