@@ -24,6 +24,12 @@ def test_a_file_holds_only_what_differs_from_its_base(tmp_path: Path) -> None:
     }
 
 
+def test_a_section_with_nothing_below_it_leaves_the_base_alone(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "training:\n  learning_rate: 5e-4\n  epochs: 7")
+    over = write(tmp_path, "mine.yaml", "_base_: base.yaml\ntraining:\n  # learning_rate: 1e-3\n")
+    assert read_settings(over) == {"training": {"learning_rate": "5e-4", "epochs": 7}}
+
+
 def test_values_come_from_the_environment_or_their_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,8 @@ def build(argv: Sequence[str]) -> tuple[ProteinTask, RunConfig]:
         max_grad_norm=args.max_grad_norm,
         averages=args.ema_decays,
     )
-    return ProteinTask(task_config(ProteinConfig, args, batch_size=run.batch.batch_size)), run
+    own = {"batch_size": run.batch.batch_size, "seed": run.seed}  # --set may have changed them
+    return ProteinTask(task_config(ProteinConfig, args, **own)), run
 
 
 def run_folder(save_dir: str | None, output_dir: str | None) -> str:
