@@ -10,8 +10,6 @@ from contextlib import ExitStack
 
 from lockstep.agreement import check_alike
 from lockstep.observe.events import Event, EventLog
-from lockstep.agreement import check_alike
-from lockstep.observe.events import Event, EventLog
 from lockstep.schedule import build_schedule
 from lockstep.setup import prepare
 from lockstep.signals import StopSignals
