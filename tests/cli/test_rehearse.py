@@ -6,11 +6,12 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lockstep import RunConfig
+from lockstep import CheckpointStore, RunConfig
 from lockstep.cli import rehearse as rehearsing
 from lockstep.cli.rehearse import PHASES, Told, rehearse
 from lockstep.cli.stage import NOTES, Stage, with_a_middle
@@ -233,3 +234,13 @@ def test_the_first_error_is_found_in_what_any_launcher_prints() -> None:
     assert Told.read_stacks("".join(stacks[:2])).place == "a.py:2 in all_max"
     assert Told.read_stacks("nothing").place == ""
     assert Told.read("").error == "it said nothing"
+
+
+def test_a_real_folder_called_rehearsal_is_not_touched(tmp_path: Path) -> None:
+    class Store(CheckpointStore):
+        """A class of its own, for a rehearsal changes it."""
+
+    Stage(tmp_path / "stage").enter_store(SimpleNamespace(CheckpointStore=Store))  # type: ignore[arg-type]
+    (tmp_path / "stage").mkdir()
+    store = Store(tmp_path / "rehearsal" / "run")
+    assert (tmp_path / "stage") in store.folder.parents

@@ -171,7 +171,7 @@ class Stage:
         begin, save, load_into = kind.__init__, kind.save, kind.load_into
 
         def init(self: Any, folder: Any, **named: Any) -> None:
-            if "rehearsal" not in Path(folder).parts:
+            if not stage.is_in_run or "rehearsal" not in Path(folder).parts:
                 folder = stage.folder / f"store_{stage.num_stores}" / Path(folder).name
             stage.num_stores += 1
             begin(self, folder, **named)
