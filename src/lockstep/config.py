@@ -140,7 +140,9 @@ class RunConfig(BaseModel):
         if self.exact and self.parallel == "fsdp":
             raise ValueError("exact adds whole gradients, fsdp cuts them: set parallel to ddp")
         if self.exact and self.sync_batch_norm:
-            raise ValueError("exact normalises micro-batches: set it or sync_batch_norm to false")
+            raise ValueError(
+                "exact normalises a micro-batch, sync_batch_norm all: set one of the two to false"
+            )
         return self
 
     @classmethod

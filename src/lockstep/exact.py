@@ -127,7 +127,10 @@ class LeafSum:
     def raise_if_unused(self) -> None:
         """Refuse a step that was taken without us: ranks would keep gradients of their own."""
         if self.has_failed:
-            raise ConfigError("exact=true; a step is not", "train_step(..., leaf_sum=run.leaf_sum)")
+            raise ConfigError(
+                "exact=true, but this loop's steps do not sum gradients in exact mode",
+                "train_step(..., leaf_sum=run.leaf_sum), or trainer.step(batch)",
+            )
 
     @contextmanager
     def leaf(self, micro_batch: "MicroBatch", is_last: bool) -> Iterator[None]:

@@ -153,7 +153,7 @@ def answer_exchanges(model: nn.Module) -> None:
 def follow_first(model: nn.Module, world: World) -> None:
     """Give all ranks the first rank's buffers, running statistics among them. Collective."""
     for buffer in model.buffers() if world.size > 1 else ():
-        if buffer.is_contiguous():
+        if buffer.is_contiguous():  # one that is not, as an expanded one, is not written to
             world.all_from_first(buffer)
 
 

@@ -73,7 +73,8 @@ def build(argv: Sequence[str]) -> tuple[ProteinTask, RunConfig]:
         given = [Path(path) for path in (args.pdb_path, args.cache_dir) if path]
         num_generated = 0 if any(path.exists() for path in given) else REHEARSAL_CHAINS
     if num_generated:
-        folder = make_cache(Path(args.output_dir) / "sample_data", num_generated, seed=args.seed)
+        seed = 0 if is_rehearsal() else args.seed  # the next rehearsal's, too
+        folder = make_cache(Path(args.output_dir) / "sample_data", num_generated, seed=seed)
         args.pdb_path = args.cache_dir = folder
     run = run_config(
         args,
