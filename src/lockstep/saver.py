@@ -51,13 +51,14 @@ class Saver:
         parts = together(run.world, lambda: self._copy(is_sharded))
         # Written before the checkpoint can exist: a resume from it must find this in the record.
         path, stall_s = str(run.store.path(step)), time.monotonic() - began
-        self.record.events.write("checkpoint", step, path=path, stall_s=stall_s)
+        self.record.events.write("saving", step, path=path, stall_s=stall_s)
 
         def commit(what: Any) -> None:
             if what:
                 run.store.save(step, what, meta)
             for name in names:
                 run.store.name(step, name)
+            self.record.events.write("checkpoint", step, path=path)
 
         def write_share() -> None:
             self._files = run.store.write_share(step, parts)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
 from lockstep.errors import LockstepError
+from lockstep.observe.events import EventLog
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
 
@@ -255,6 +256,24 @@ def test_a_failure_in_the_background_is_said_at_the_next_step(
     assert told == [6, 6]
     assert [[step for step, _ in warnings(tmp_path, rank)] for rank in (0, 1)] == [[3], [3]]
     assert names(tmp_path) == ["step_00000004", "step_00000006"]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_checkpoint_is_told_of_when_it_is_there(sharded: bool, tmp_path: Path) -> None:
+    """Who reads the line and kills the run at once goes on from there."""
+
+    def watch() -> None:
+        real = EventLog.write
+
+        def write(log: EventLog, kind: str, step: int, **fields: Any) -> Any:
+            assert kind != "checkpoint" or store(tmp_path).latest()[0].step == step  # type: ignore[union-attr]
+            return real(log, kind, step, **fields)
+
+        EventLog.write = write  # type: ignore[method-assign]
+
+    assert run(tmp_path, 2, watch, sharded=sharded) == [6, 6]
+    told = [event for event in read_events(tmp_path, raw=True) if event["event"] == "checkpoint"]
+    assert [event["step"] for event in told] == [2, 4, 6]
 
 
 def test_the_last_save_of_a_run_must_succeed(tmp_path: Path) -> None:

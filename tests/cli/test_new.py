@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,9 +51,6 @@ def test_killed_on_two_processes_it_goes_on(project: Path) -> None:
     assert first.stdout is not None
     while "checkpoint at step 32 " not in first.stdout.readline():
         assert first.poll() is None
-    deadline = time.monotonic() + 60
-    while not (project / "run" / "checkpoints" / "step_00000032").exists():
-        assert time.monotonic() < deadline
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=60)
     out = run(command)

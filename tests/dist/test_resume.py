@@ -222,7 +222,7 @@ def test_a_straight_run_has_something_to_compare(straight: Straight) -> None:
     assert state["step"] == 12
     assert {"model", "optimizer", "progress", "average_0.9", "average_0.5"} <= state.keys()
     kinds = [event["event"] for event in events]
-    assert [kinds.count(k) for k in ("step", "epoch", "evaluation", "checkpoint")] == [6, 2, 3, 4]
+    assert [kinds.count(k) for k in ("step", "epoch", "evaluation", "saving")] == [6, 2, 3, 4]
     assert_each_once(straight(1))
 
 
@@ -264,8 +264,8 @@ def test_a_stop_by_sigterm_and_a_resume_equal_never_stopping(
     assert live(tmp_path, num_ranks) == [(12, 0)] * num_ranks
     assert_same(final_state(tmp_path), final_state(straight(num_ranks)))
     for rank in range(num_ranks):  # stopping saved once more, and nothing else
-        there = story(straight(num_ranks), rank, without=["checkpoint"])
-        assert story(tmp_path, rank, without=["checkpoint"]) == there
+        there = story(straight(num_ranks), rank, without=["saving"])
+        assert story(tmp_path, rank, without=["saving"]) == there
     assert_each_once(tmp_path)
     assert len(trained_on(tmp_path)) == 2 * 23, "no step was made again"
 

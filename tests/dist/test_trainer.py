@@ -862,7 +862,7 @@ def test_evaluations_and_saves_may_come_within_an_epoch(tmp_path: Path) -> None:
     # Three steps an epoch, of 8, 8 and 4 samples: halves lie in the second and the third.
     half = {"every_epochs": 0.5}
     run(tmp_path, 2, evaluation=half | {"save_best": False}, checkpoint=half)
-    for kind in ("evaluation", "checkpoint"):
+    for kind in ("evaluation", "saving"):
         assert [event["step"] for event in events(tmp_path, kind)] == [2, 3, 5, 6]
 
 

@@ -29,7 +29,7 @@ def train(log: EventLog, first: int, last: int) -> None:
         if step % 4 == 0:
             log.write("evaluation", step, metrics={"loss": 2 / step})
         if step % 5 == 0:
-            log.write("checkpoint", step, path=f"step_{step}")
+            log.write("saving", step, path=f"step_{step}")
 
 
 def test_an_event_is_returned_and_read_back_as_written(tmp_path: Path) -> None:

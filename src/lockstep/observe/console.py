@@ -99,7 +99,7 @@ class Console:
                 return
         if kind == "run_end":
             self.close()
-        if kind != "run_start":  # the banner has said it, in words
+        if kind not in ("run_start", "saving"):  # the banner has said it; it is said when done
             self.note(self._step_line(event) if kind == "step" else _line(event))
 
     def note(self, text: str) -> None:

@@ -20,8 +20,11 @@ from lockstep.errors import DataError
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
-BOOKKEEPING = frozenset({"run_start", "resume", "run_end", "stop", "warning"})
-"""Kinds that tell of a process, not of the training: an uninterrupted run has others."""
+BOOKKEEPING = frozenset({"run_start", "resume", "run_end", "stop", "warning", "checkpoint"})
+"""Kinds that tell of a process, not of the training: an uninterrupted run has others.
+
+A `checkpoint` is there when it is told of, at some later step perhaps; `saving` is when it began.
+"""
 
 NOT_IN_JSON = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 

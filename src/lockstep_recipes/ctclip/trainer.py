@@ -61,7 +61,7 @@ def timing(events: EventLog) -> Callable[[Event], None]:
             seconds = {"step_s": step_s, "compute_s": step_s - waited_s, "data_wait_s": waited_s}
         elif event["event"] == "evaluation":
             seconds = {"evaluation_s": event["local_stall_s"]}
-        elif event["event"] == "checkpoint":
+        elif event["event"] == "saving":
             seconds = {"save_s": event["stall_s"]}
         if seconds:
             events.write("timing", event["step"], **seconds)

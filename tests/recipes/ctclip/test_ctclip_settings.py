@@ -245,7 +245,7 @@ def test_the_keys_of_the_loop_have_their_effect(settings) -> None:
 
     assert steps("step") == [4, 8, 11]
     assert steps("evaluation") == [6, 11]
-    assert steps("checkpoint") == [3, 6, 9, 11]
+    assert steps("saving") == [3, 6, 9, 11]
     assert steps("epoch") == [11]
     timed = [set(event) for event in events if event["event"] == "timing"]
     assert any({"step_s", "compute_s", "data_wait_s"} < names for names in timed)
