@@ -32,6 +32,10 @@ class Saver:
         """Whether a save that fails can no longer be made good by another."""
         self.is_by_the_way = False
         """Whether the run ends by something else, which a save that fails must not hide."""
+        self._best = run.progress.best, run.progress.best
+        """The best metric that has a checkpoint, and the best once the last save is done."""
+        self._lost: tuple[int | None, float | None] = -1, None
+        """The step of a best checkpoint that could not be saved, and its metric."""
         self._spare: dict[str, Tensor] = {}
         """The copy that was saved last; no save is under way when the next one is made."""
         self._files: dict[str, dict[str, Any]] = {}
@@ -44,6 +48,9 @@ class Saver:
         self.settle()
         run, saving = self.run, self.run.config.checkpoint
         step = self.saved_step = run.progress.step
+        if self._lost[0] == step:  # the same weights once more
+            is_best, run.progress.best = True, self._lost[1]
+        self._best = self._best[1], run.progress.best
         self.record.sum_ledger()
         names = self._names(is_best)
         meta = {**run.meta(run.progress), "names": names, "metrics": dict(metrics)}
@@ -147,6 +154,10 @@ class Saver:
 
     def _not_saved(self, error: CheckpointError) -> None:
         """Leave nothing half done; then stop, or say it loudly, as the run was told to."""
+        progress, (kept, lost) = self.run.progress, self._best
+        if progress.best == lost != kept:  # later ones are compared with what is there
+            self._lost, progress.best = (self.saved_step, lost), kept
+        self._best = kept, kept
         self._commit = self.saved_step = None
         if self.run.world.is_first:
             self.run.store.sweep()

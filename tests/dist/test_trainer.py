@@ -567,6 +567,39 @@ def test_the_best_evaluation_is_saved_and_named_whenever_it_comes(tmp_path: Path
     assert store(tmp_path).open("best_model.pt").step == 4
 
 
+@pytest.mark.parametrize(
+    ("failing", "scores", "best"),
+    [(2, (0.1, 0.3, 0.5), 4), (4, (0.3, 0.1, 0.2), 6), (6, (0.5, 0.3, 0.1), 6)],
+)
+def test_a_best_checkpoint_that_could_not_be_saved_hides_no_other(
+    failing: int, scores: tuple[float, ...], best: int, tmp_path: Path
+) -> None:
+    """Its weights are gone, unless it was the last: then it is saved again, under its name."""
+
+    class Scores(TinyTask):
+        def finish_evaluation(self, model: Any, context: Context, folder: str) -> dict[str, float]:
+            return {"score": scores[context.step // 2 - 1]}
+
+    def fail_once() -> None:
+        real, left = CheckpointStore.save, [failing]
+
+        def save(store: CheckpointStore, step: int, *rest: Any) -> Path:
+            if step in left:
+                left.remove(step)
+                raise CheckpointError(f"no room for step {step}", "more")
+            return real(store, step, *rest)
+
+        CheckpointStore.save = save  # type: ignore[method-assign]
+
+    evaluation = {"every_steps": 2, "best_metric": "score", "save_best": True}
+    saving = {"every_steps": 2, "on_failed_save": "go_on", "background": False}
+    changes = {"evaluation": evaluation, "checkpoint": saving}
+    run(tmp_path, 1, lambda: Scores(NUM_SAMPLES), fail_once, **changes)
+    checkpoint = store(tmp_path).open("best_model.pt")
+    assert checkpoint.step == best
+    assert checkpoint.load("progress")["best"] == scores[best // 2 - 1]
+
+
 class Unlike(Scored):
     """The ranks do not agree on the metric, and later only the first has it."""
 
