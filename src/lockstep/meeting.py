@@ -62,11 +62,13 @@ def meet(part: Part, model: nn.Module, batch: "StepBatch", world: World) -> list
     for micro_batch, meeting in pairs:
         with torch.no_grad():
             part(model, micro_batch, meeting)
-        meeting.length = len(meeting.rows[0]) if micro_batch.counts else 0
+        meeting.length = len(meeting.rows[0]) if meeting.rows and micro_batch.counts else 0
     wholes = []
     for all_rows in zip(*(meeting.rows for meeting in meetings), strict=True):
         own = [rows[: m.length] for rows, m in zip(all_rows, meetings, strict=True)]
         wholes.append(torch.cat(world.all_parts(torch.cat(own))))
+    if not wholes:  # nothing was compared
+        return []
     start = sum(world.all_lengths(sum(m.length for m in meetings))[: world.rank])
 
     trees = [TreeSum(batch.num_leaves) for _ in wholes]

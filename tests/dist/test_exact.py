@@ -217,6 +217,16 @@ class Quiet(Mlp):
 TASKS["quiet"] = Quiet
 
 
+class Reticent(Quiet):
+    gathers = True
+
+
+def test_a_loss_that_might_gather_and_does_not_is_trained_like_any_other(tmp_path: Path) -> None:
+    for task in (Quiet(), Reticent()):
+        run_ranks(2, train_task, task, tmp_path / type(task).__name__, {"max_steps": 2})
+    assert state_of(tmp_path / "Reticent") == state_of(tmp_path / "Quiet")
+
+
 def momentum_of(folder: Path) -> Tensor:
     """Return Adam's mean gradients and the running statistics, which do not forgive a factor."""
     newest = sorted((folder / "checkpoints").glob("step_*"))[-1]
