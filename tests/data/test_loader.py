@@ -256,6 +256,15 @@ def test_a_bad_sample_goes_by_the_name_its_data_set_has_for_it() -> None:
         steps(Named())
 
 
+def test_a_name_that_cannot_be_had_does_not_hide_what_is_wrong() -> None:
+    class Unnamed(Holed):
+        def describe(self, index: int) -> str:
+            raise KeyError("no such name")
+
+    with pytest.raises(DataError, match=r"sample 3 cannot be read: OSError"):
+        steps(Unnamed())
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_skipped_sample_is_left_out_and_reported_but_counted_as_visited(num_workers: int) -> None:
     batches = steps(Holed(), max_steps=5, on_bad_sample="skip", num_workers=num_workers)

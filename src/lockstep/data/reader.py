@@ -234,4 +234,7 @@ def names_of(dataset: Any, ids: Ids) -> str:
 
 
 def _name(dataset: Any, sample: int) -> str:
-    return dataset.describe(sample) if hasattr(dataset, "describe") else f"sample {sample}"
+    try:
+        return str(dataset.describe(sample))
+    except Exception:  # it has no names, or none for a bad sample: that is not what is to be told
+        return f"sample {sample}"
