@@ -188,8 +188,16 @@ class Contract:
         ]
 
 
-def resume_plan(stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, Any]) -> BatchPlan:
+ANEW = "another folder, to begin anew"
+
+
+def resume_plan(
+    stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, Any], instead: str = ANEW
+) -> BatchPlan:
     """Return the plan a resumed run goes on with: the stored leaves, cut for the ranks there are.
+
+    `others` are further numbers, by name, as they were and are; `instead` is what to do for new
+    ones, where there is a way.
 
     >>> stored = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=4)
     >>> fresh = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=2)
@@ -199,11 +207,15 @@ def resume_plan(stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, An
     Raises:
         ConfigError: with each changed number, old and new.
     """
-    _refuse([*_plan_changes(stored, fresh), *others])
+    changes = [*_plan_changes(stored, fresh), *others]
+    changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes if old != new)
+    if changed:
+        problem = f"the checkpoint was trained with other numbers: {changed}"
+        raise ConfigError(problem, f"the old numbers, or {instead}")
     if fresh.world_size > stored.leaves_per_step:
         raise ConfigError(
             f"{fresh.world_size} ranks, but a step has {stored.leaves_per_step} micro-batches",
-            f"{stored.leaves_per_step} ranks or fewer, or accept_changes=true for a larger batch",
+            f"{stored.leaves_per_step} ranks or fewer, or {instead}",
         )
     return replace(stored, world_size=fresh.world_size, planned_for=stored.began_on)
 
@@ -219,13 +231,13 @@ def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> 
     """
     also = ["effective_lr"] if fresh.plan.world_size == stored.plan.began_on else []
     names = ["base_lr", "lr_scaling", "seed", *also]
-    changes = _plan_changes(stored.plan, fresh.plan)
-    changes += [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
+    own = [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
+    changes = [*_plan_changes(stored.plan, fresh.plan), *own]
     too_many = fresh.plan.world_size > stored.plan.leaves_per_step
     if accept_changes and (too_many or any(old != new for _, old, new in changes)):
         return fresh
-    _refuse(changes)
-    return replace(stored, plan=resume_plan(stored.plan, fresh.plan))
+    instead = "accept_changes=true to go on with the new ones"
+    return replace(stored, plan=resume_plan(stored.plan, fresh.plan, *own, instead=instead))
 
 
 def _plan_changes(stored: BatchPlan, fresh: BatchPlan) -> list[tuple[str, Any, Any]]:
@@ -233,12 +245,3 @@ def _plan_changes(stored: BatchPlan, fresh: BatchPlan) -> list[tuple[str, Any, A
     if fresh.world_size == stored.began_on:  # else they follow from the ranks there were
         names += ["global_batch", "samples_per_epoch"]
     return [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
-
-
-def _refuse(changes: list[tuple[str, Any, Any]]) -> None:
-    changed = [f"{name} {old} -> {new}" for name, old, new in changes if old != new]
-    if changed:
-        raise ConfigError(
-            f"the checkpoint was trained with other numbers: {', '.join(changed)}",
-            "the old numbers, or accept_changes=true to go on with the new ones",
-        )
