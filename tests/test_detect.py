@@ -54,6 +54,16 @@ def test_torchrun_is_taken_at_its_word() -> None:
     assert detect_launch(TORCHRUN) == Launch(5, 8, 1, 4, "10.0.0.7", 29400, "torchrun", "none")
 
 
+def test_launches_of_torchrun_that_have_no_id_are_told_apart_on_one_machine() -> None:
+    def job(launch: str, attempt: int, rank: int, size: int = 2) -> str:
+        file = f"/tmp/torchelastic_{launch}/none_{launch}/attempt_{attempt}/{rank}/error.json"
+        told = {"TORCHELASTIC_ERROR_FILE": file, "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": str(size)}
+        return detect_launch({**TORCHRUN, **told, "RANK": str(rank), "LOCAL_RANK": str(rank)}).job
+
+    assert job("a", 0, 0) == job("a", 0, 1) == job("a", 1, 0) != job("b", 0, 0)
+    assert job("a", 0, 0, size=4) == job("b", 0, 0, size=4), "machines have logs of their own"
+
+
 def test_the_five_variables_by_hand_are_enough() -> None:
     assert detect_launch(BY_HAND) == Launch(5, 8, 1, 8, "10.0.0.7", 29400, "env")
 

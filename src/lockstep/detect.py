@@ -108,6 +108,9 @@ def _started(env: Mapping[str, str]) -> dict[str, Any]:
     """Say who starts this command, and whether it is not for the first time."""
     counts = [env.get(f"{who}_RESTART_COUNT") for who in ("TORCHELASTIC", "SLURM", "LOCKSTEP")]
     job = env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID", "")
+    if job == "none" and env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"):
+        # No id, but a folder for its logs: .../none_x/attempt_0/0/error.json. Each machine has one.
+        job = (env.get("TORCHELASTIC_ERROR_FILE", "").split("/")[-4:-3] or [job])[0]
     return {"job": job, "is_again": any(count not in (None, "", "0") for count in counts)}
 
 

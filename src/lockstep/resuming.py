@@ -5,6 +5,7 @@ for what is not. Does not own: how a state is restored.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ def settled(config: RunConfig, store: CheckpointStore, job: str) -> RunConfig:
     it is as if it had never been.
     """
     newest = store.latest()[0] if config.resume != "auto" else None
-    is_its_own = newest is not None and newest.meta.get("job") == job
+    theirs = newest.meta.get("job", "") if newest else None
+    # A launch without an id is "none" on several machines, and more than that on one of them.
+    is_its_own = theirs == job or (theirs and os.path.commonprefix([theirs, job]) == "none")
     return config.model_copy(update={"resume": "auto"}) if is_its_own else config
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from lockstep.errors import (
     NonFiniteError,
 )
 from lockstep.plan import BatchPlan
+from lockstep.resuming import settled
 from lockstep.runtime import World
 from lockstep.setup import prepare
 from lockstep.signals import StopSignals
@@ -981,3 +983,18 @@ def test_a_job_that_starts_a_run_again_goes_on_whatever_it_asked_for_at_first(
     assert "resumed at step 5" in capfd.readouterr().out
     env["SLURM_JOB_ID"] = "8"
     assert resume != "never" or start()[0] == "ConfigError", "another job's is not its own"
+
+
+def test_a_launch_that_was_or_is_on_several_machines_may_be_the_same(tmp_path: Path) -> None:
+    folder = CheckpointStore(tmp_path / "checkpoints")
+    for theirs, ours, resume in (
+        ("none_a", "none_a", "auto"),
+        ("none_a", "none", "auto"),
+        ("none", "none_b", "auto"),
+        ("none_a", "none_b", "discard"),
+        ("7", "none_a", "discard"),
+        ("", "none_a", "discard"),
+    ):
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        folder.save(1, {"model": {}}, {"job": theirs})
+        assert settled(RunConfig(resume="discard"), folder, ours).resume == resume, (theirs, ours)
