@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ HEADER = """\
 
 restarts=2 # after a failure, in this allocation
 requeues=100 # at most, at the time limit
+warn=120 # seconds before the time limit ranks are told to save
 crash_loop=3 # so often the same error at the same step, and it is the end
 record=lockstep_jobs/train
 srun_options=(--cpus-per-task=12)
@@ -284,6 +286,20 @@ def test_a_rank_that_saved_before_the_limit_queues_the_job_once(batch: Batch) ->
     assert batch.run("138") == 138
     assert batch.asked == ["requeue 7"]
     assert "saved before the time limit; the job is back in the queue" in batch.said
+
+
+@pytest.mark.parametrize(
+    ("end", "asked"),
+    [(100, ["show", "requeue"]), (900, ["show"]), (None, ["show"])],
+)
+def test_a_time_limit_that_comes_between_two_tries_queues_the_job(
+    end: int | None, asked: list[str], batch: Batch
+) -> None:
+    """There is no rank that could be told."""
+    when = datetime.now() + timedelta(seconds=end) if end else None
+    text = f"{when:%Y-%m-%dT%H:%M:%S}" if when else "Unknown"
+    assert batch.run("1", restarts=1, PREEMPT=f"JobState=RUNNING EndTime={text} Deadline=N/A") == 1
+    assert [line.split()[0] for line in batch.asked] == asked
 
 
 def test_it_is_not_queued_again_for_ever(batch: Batch) -> None:

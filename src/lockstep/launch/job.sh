@@ -55,6 +55,13 @@ is_preempted() {
   scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING .*PreemptTime=[0-9]'
 }
 
+# SLURM tells ranks of the time limit, up to a minute early; between two tries there is none.
+is_limit_near() {
+  local end
+  end=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -o ' EndTime=[0-9T:-]*[0-9]') || return
+  (($(date +%s) >= $(date -d "${end#*=}" +%s) - warn - 60))
+}
+
 # A node that died takes SLURM minutes to notice. It then queues the job again by itself.
 wait_for_nodes() {
   local until=$((SECONDS + 600))
@@ -82,5 +89,6 @@ for ((try = 1; ; try++)); do
   say "a rank ended with exit code $code; all start again (try $((try + 1)) of $((restarts + 1)))"
   wait_for_nodes
   [[ -z $told ]] || break
+  ! is_limit_near || requeue "the time limit is near"
 done
 exit "$code"

@@ -168,6 +168,7 @@ def job_script(job: Job, python: str) -> str:
         "",
         f"restarts={job.restarts} # after a failure, in this allocation",
         f"requeues={job.requeues} # at most, at the time limit",
+        f"warn={job.warn_s} # seconds before the time limit ranks are told to save",
         f"crash_loop={CRASH_LOOP} # so often the same error at the same step, and it is the end",
         f"record={shlex.quote(f'{job.folder}/{job.title}')}",
         f"srun_options=({' '.join(cpus)})",
