@@ -7,8 +7,9 @@ the format of an entry. Lists are written last, so a folder that has them is who
 import gzip
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 
 from lockstep.errors import ConfigError, DataError
 from lockstep_recipes.command import Flags
-from lockstep_recipes.protein.data import save_chain
+from lockstep_recipes.protein.data import read_header, save_chain
 from lockstep_recipes.protein.residues import LETTERS
 from lockstep_recipes.protein.structure import (
     BACKBONE,
@@ -94,11 +95,31 @@ def run(argv: Sequence[str]) -> str:
     lists = (
         read_splits(Path(args.splits), names) if args.splits else shuffle(names, ratios, args.seed)
     )
+    num_removed = remove_others(folder, set(names), lists)
     for split, listed in lists.items():
         (folder / f"{split}.txt").write_text("\n".join([*listed, ""]))
     counts = ", ".join(f"{split} {len(listed)}" for split, listed in lists.items())
     lines = [f"{folder}: {len(names)} chains ({counts}), {len(left_out)} left out"]
+    lines += [f"  removed {num_removed} of an earlier call"] if num_removed else []
     return "\n".join([*lines, *(f"  left out: {reason}" for reason in left_out[:5])])
+
+
+def remove_others(folder: Path, names: Collection[str], lists: Collection[str]) -> int:
+    """Remove the entries and lists of an earlier call; return how many entries.
+
+    Without lists a run takes every entry: one whose structure is gone, or that the limits of
+    now leave out, would be trained on. What is no entry stays.
+    """
+    num_removed = 0
+    for path in folder.glob("*.pt"):
+        if path.name.removesuffix(".pt") not in names:
+            with suppress(DataError):
+                read_header(path)
+                path.unlink()
+                num_removed += 1
+    for split in set(SPLIT_FILES.values()) - set(lists):
+        (folder / f"{split}.txt").unlink(missing_ok=True)
+    return num_removed
 
 
 def shuffle(

@@ -143,6 +143,21 @@ def test_a_pack_of_json_lines_becomes_a_cache(tmp_path: Path) -> None:
     assert len(open_cache(tmp_path / "cache").train) == 2
 
 
+def test_a_cache_that_is_written_again_holds_nothing_of_before(tmp_path: Path) -> None:
+    """Without lists all of its entries are trained on, those that are no longer wanted too."""
+    pack, cache, splits = (tmp_path / name for name in ("pack.jsonl", "cache", "splits.json"))
+    argv = ["--jsonl", str(pack), "--output_dir", str(cache)]
+    pack.write_text("\n".join(pack_line(f"{n}abc") for n in range(10)))
+    preprocess.run(argv)
+    (cache / "own.pt").write_text("not ours")
+    pack.write_text("\n".join(pack_line(f"{n}abc") for n in range(1, 3)))
+    splits.write_text(json.dumps({"train": ["1abc", "2abc"]}))
+    said = preprocess.run([*argv, "--splits", str(splits)])
+    left = sorted(path.name for path in cache.iterdir())
+    assert left == ["1abc.pt", "2abc.pt", "own.pt", "train.txt"]
+    assert "removed 8 of an earlier call" in said
+
+
 @pytest.mark.parametrize(
     ("line", "word"),
     [
