@@ -20,7 +20,7 @@ from lockstep.bench.link import Link, fit_link
 from lockstep.bench.part import SHARDED, BenchPart
 from lockstep.bench.play import Bench, Measured
 from lockstep.bench.probe import Clock, Probe
-from lockstep.bench.report import Scaling, limit_of
+from lockstep.bench.report import Scaling, alone_s, limit_of
 from lockstep.cli.main import main
 from lockstep.plan import BatchConfig, plan_batches
 from lockstep.testing import FakeWorld, ManualClock
@@ -136,6 +136,16 @@ def test_a_fixed_global_batch_leaves_each_gpu_fewer_micro_batches() -> None:
     assert (own.step_s, own.backward_end_s) == pytest.approx((0.6, 0.4))
     assert own.buckets[-1].ready_s == pytest.approx(0.4)
     assert replace(TIMELINE, micro_batches=4).on(2).step_s == 1.0
+
+
+def test_fewer_micro_batches_are_waited_for_as_much_shorter() -> None:
+    waits = replace(ONE, facts=ONE.facts | {"micro_batches": 4, "fixed_batch": True}, wait_s=0.08)
+    waits = replace(waits, backward_end_s=0.016)  # 4 ms after it that are not of the loader
+    own = waits.timeline().on(4)
+    assert own.step_s == pytest.approx(0.004 + 0.02 + 0.004)
+    assert alone_s(replace(TWO, ranks=4), waits) == pytest.approx(0.004 + 0.004)
+    # On a GPU most of it hides behind the step, which gets shorter by what does not.
+    assert replace(waits, backward_end_s=0.08).timeline().on(4).step_s == pytest.approx(0.025)
 
 
 def test_micro_batches_that_do_not_share_out_evenly_speed_up_as_the_busiest_rank() -> None:

@@ -42,14 +42,19 @@ class Timeline:
     """Small sums over ranks that a step waits for."""
     fixed_batch: bool = False
     """The global batch is the user's number: more GPUs take fewer micro-batches each."""
+    wait_s: float = 0.0
+    """For data, after the backward pass; on a GPU part of it is hidden."""
 
     def on(self, ranks: int) -> "Timeline":
         """Return the step of one of so many ranks, before anything is sent."""
         num = max(1, -(-self.micro_batches // ranks)) if self.fixed_batch else self.micro_batches
-        less_s = self.backward_end_s / self.micro_batches * (self.micro_batches - num)
+        less = (self.micro_batches - num) / self.micro_batches
+        less_s = self.backward_end_s * less
+        less_wait_s = max(0.0, min(self.wait_s, self.step_s - self.backward_end_s)) * less
         return replace(
             self,
-            step_s=self.step_s - less_s,
+            step_s=self.step_s - less_s - less_wait_s,
+            wait_s=self.wait_s - less_wait_s,
             backward_end_s=self.backward_end_s - less_s,
             buckets=tuple(replace(b, ready_s=max(0.0, b.ready_s - less_s)) for b in self.buckets),
             samples=self.samples * num // self.micro_batches,

@@ -185,6 +185,7 @@ class Measured:
             micro_batches=self.facts["micro_batches"],
             num_sums=self.sums_per_step if num_sums is None else num_sums,
             fixed_batch=self.facts["fixed_batch"],
+            wait_s=self.wait_s,
         )
 
     def link(self) -> Link | None:

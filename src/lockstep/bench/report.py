@@ -73,7 +73,8 @@ class Row:
 
 def alone_s(found: Measured, one: Measured) -> float:
     """Return what one process takes for what each of several does in a step, data apart."""
-    return one.timeline().on(found.ranks).step_s - one.wait_s
+    own = one.timeline().on(found.ranks)
+    return own.step_s - own.wait_s
 
 
 def limit_of(found: Measured, one: Measured) -> str:
