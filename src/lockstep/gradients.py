@@ -49,5 +49,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        summed = ctx.world.all_sum(grads[0].contiguous())
-        return summed.narrow(0, ctx.start, ctx.length), None
+        return ctx.world.all_sum(grads[0].contiguous()).narrow(0, ctx.start, ctx.length), None

@@ -83,8 +83,7 @@ class Context:
         if self.meeting:
             return self.meeting.start
         self._check_gather()
-        lengths = self.world.all_lengths(len(local) if self.counts else 0)
-        return sum(lengths[: self.world.rank])
+        return sum(self.world.all_lengths(len(local) if self.counts else 0)[: self.world.rank])
 
     def _check_gather(self) -> None:
         if self.exact:

@@ -35,8 +35,7 @@ def read_held_out(
     plan = BatchPlan(len(dataset), batch_size, num_leaves, len(dataset), world.size)
     leaves = sorted(leaves_of(plan, 0, world.rank), key=lambda leaf: not leaf.borrowed)
     mine = [leaf for leaf in leaves if borrows or not leaf.borrowed]
-    order = Sequential(len(dataset))
-    reader = build_reader(dataset, order, seed, collate, config.on_bad_sample)
+    reader = build_reader(dataset, Sequential(len(dataset)), seed, collate, config.on_bad_sample)
     for micro_batch in read_leaves(reader, mine, config, world):
         left_out = (f"{reason}; left out" for _, reason in micro_batch.skipped)
         for said in (*micro_batch.faults, *left_out):

@@ -189,8 +189,7 @@ class StreamReader(LeafReader):
             if self._position >= leaf.start:
                 samples.append(sample)
             self._position += 1
-        ids = np.arange(leaf.start, leaf.stop, dtype=np.int64)
-        return self._collated(leaf, ids, samples)
+        return self._collated(leaf, np.arange(leaf.start, leaf.stop, dtype=np.int64), samples)
 
     def _next(self) -> Any:
         for _ in range(2):

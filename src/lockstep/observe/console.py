@@ -34,7 +34,7 @@ LINES = {
     "compiled": "the first step took {local_seconds:.1f} s, most of it to compile",
     "out_of_memory": "warning: {message}",
     "non_finite": "warning: {message}",
-    "checkpoint": "checkpoint at step {step}  {path}{cost}",
+    "checkpoint": "checkpoint at step {step}  {path}",
     "picture": "picture at step {step}  {path}",
     "worker_lost": "warning: {message}",
     "sample_skipped": "skipped sample {sample}: {reason}",
@@ -217,14 +217,12 @@ def _build_bar(stream: TextIO, total_steps: int) -> "Progress":
 
 
 def _line(event: Event) -> str:
-    seconds, size_bytes = event.get("seconds", 0), event.get("size_bytes")
-    cost = f"  {size_bytes / 1e6:.1f} MB in {seconds:.2f} s" if size_bytes else ""
     try:
-        return LINES[event["event"]].format(**event, cost=cost, duration=_duration(seconds))
+        duration = _duration(event.get("seconds", 0))
+        return LINES[event["event"]].format(**event, duration=duration)
     except (KeyError, ValueError, TypeError):  # a kind or a field of someone's own loop
         own = {name: event[name] for name in event if name not in ("event", "step", "time")}
-        numbers = event.get("metrics", own)
-        words = [f"{name} {_short(value)}" for name, value in numbers.items()]
+        words = [f"{name} {_short(value)}" for name, value in event.get("metrics", own).items()]
         return "  ".join([f"{event['event']} at step {event['step']}", *words])
 
 
