@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from lockstep import PartialLoss, World
 from lockstep.data.loader import LoaderConfig
@@ -220,6 +221,46 @@ def test_terms_are_divided_by_what_they_were_counted_to_be_also_below_one() -> N
     model, world = task.build_model(), FakeWorld()
     found = evaluate(task, model, task.eval_data(), world, loader=LoaderConfig(), **options)
     assert found["loss"] == pytest.approx(by_hand(), rel=EXACT)
+
+
+class TwoTermsTask(TinyTask):
+    """A mean over units plus a mean over samples without any, which some batches lack."""
+
+    seen: list[float] = []
+    is_scalar = False
+
+    def __init__(self, num_held_out: int) -> None:
+        super().__init__(num_held_out=num_held_out)
+
+    def weights(self, batch: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
+        return {"units": batch["units"].sum(), "idle": (batch["units"] == 0).sum()}
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> Any:
+        error = (model(batch["x"]) - batch["y"]).square().sum(dim=1)
+        busy, idle = (error * batch["units"]).sum(), error[batch["units"] == 0].sum()
+        total = busy / context.weights["units"] + idle / context.weights["idle"]
+        return total if self.is_scalar else PartialLoss(total, 1.0)
+
+
+class TwoMeansTask(TwoTermsTask):
+    is_scalar = True
+
+
+@pytest.mark.parametrize("kind", [TwoTermsTask, TwoMeansTask])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_each_term_is_a_mean_over_all_held_out_units(
+    num_ranks: int, kind: type[TwoTermsTask]
+) -> None:
+    result, _ = evaluated(num_ranks, kind, 7)  # type: ignore[arg-type]
+    task = kind(7)
+    seed_all(0, "weights")
+    model, data = task.build_model(), default_collate(task.eval_data())
+    whole = Context(FakeWorld(), 0, 0, 0, weights=task.weights(data, None))  # type: ignore[arg-type]
+    with torch.no_grad():
+        wanted = task.loss(model, data, whole)
+    wanted = wanted if kind.is_scalar else wanted.loss_sum
+    assert result["loss"] == pytest.approx(float(wanted), rel=EXACT)
+    assert result == evaluated(1, kind, 7)[0], "to the last bit"  # type: ignore[arg-type]
 
 
 def test_the_comparison_sees_a_mean_of_means() -> None:

@@ -25,7 +25,7 @@ from lockstep.randomness import seed_torch
 from lockstep.runtime import World
 from lockstep.sharding import is_sharded
 from lockstep.step import as_partial
-from lockstep.task import Context, PartialLoss, Task
+from lockstep.task import Context, Task
 
 
 @contextmanager
@@ -62,6 +62,7 @@ def evaluate(
     of means would weigh a rank's short last batch too much. They are added along one tree
     over the batches, so that the number of ranks does not show in the last bit either.
     Where the model is cut over ranks, all make as many passes.
+    Where terms of the loss have units of their own, the data are read twice: first to count.
     """
     metrics, keeps_company = task.metrics(), is_sharded(model)
     for metric in metrics.values():
@@ -69,6 +70,10 @@ def evaluate(
         if isinstance(metric, nn.Module):
             metric.to(world.device)
 
+    typical: Mapping[str, Tensor | float] = {}
+    if type(task).evaluate is Task.evaluate and type(task).weights is not Task.weights:
+        how: Any = {"batch_size": batch_size, "seed": seed, "step": step, "loader": loader}
+        typical = evaluate(_Units(task), model, data, world, **how)
     num_leaves = -(-len(data) // batch_size)
     places = share(num_leaves, world.rank, world.size)
     local: dict[str, TreeSum] = {}  # of the sum, flat, and the weight behind it
@@ -89,7 +94,7 @@ def evaluate(
             place = micro_batch.leaf.place
             seed_torch(world.device, seed, "torch", "evaluation", place)
             context = Context(world, seed, step, place, training=False, counts=micro_batch.counts)
-            counted = task.weights(micro_batch.data, context).items()
+            counted = (typical or task.weights(micro_batch.data, context)).items()
             own = {k: (n := number(v, world.device)).masked_fill(n <= 0, 1) for k, v in counted}
             with autocast or nullcontext():
                 result = task.evaluate(model, micro_batch.data, replace(context, weights=own))
@@ -98,7 +103,8 @@ def evaluate(
                     metric.reset()
                 continue
             if not isinstance(result, Mapping):
-                result = _named(as_partial(result, micro_batch))
+                part = as_partial(result, micro_batch, bool(typical))
+                result = {"loss": (part.loss_sum, part.weight), **part.parts}
             for name, (value, weight) in result.items():
                 value, weight = (torch.as_tensor(n, dtype=torch.float64) for n in (value, weight))
                 local_shapes[name] = value.shape
@@ -136,5 +142,14 @@ def _all_have(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatc
         yield batch
 
 
-def _named(partial: PartialLoss) -> dict[str, tuple[Tensor, Tensor | float]]:
-    return {"loss": (partial.loss_sum, partial.weight), **partial.parts}
+class _Units(Task):
+    """Measures how many units of each term a held-out batch has on the average.
+
+    Divided by these, terms come out, in the mean over batches, as means over all units.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.weights, self.collate = task.weights, task.collate  # type: ignore[method-assign]
+
+    def evaluate(self, model: nn.Module, batch: Any, context: Context) -> dict[str, Any]:
+        return {name: (num, 1.0) for name, num in self.weights(batch, context).items()}

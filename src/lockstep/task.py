@@ -172,8 +172,9 @@ class Task:
         step's totals to `loss` as `context.weights`. Such a loss divides each term
         itself, returns their sum with weight 1, and its terms as `parts`.
 
-        An evaluation counts each held-out batch by itself, so that such a loss comes out as
-        a mean over batches. Where that is not what is meant, `evaluate` returns sums.
+        An evaluation counts all held-out units first, and its `context.weights` are those of an
+        average batch: each term comes out as a mean over all units. Only with an `evaluate` of
+        the task's own they are those of its batch; that returns sums.
         """
         return {}
 
