@@ -8,6 +8,7 @@ record of an uncaught exception. Does not own: the group; the script joins it.
 
 import atexit
 import ctypes
+import faulthandler
 import json
 import os
 import runpy
@@ -28,6 +29,8 @@ from lockstep.errors import LaunchError, LockstepError
 from lockstep.signals import StopSignals
 
 RECORD = "failure.json"
+PLACE = "place.txt"
+"""Where a rank writes down what it is at, when its launcher asks with SIGUSR2."""
 FIRST_FAILURE = "LOCKSTEP_FIRST_FAILURE"
 """Names the file of a job in which the first rank that fails says how; `job.sh` reads it."""
 PR_SET_PDEATHSIG = 1
@@ -40,6 +43,7 @@ def work(*words: str) -> None:
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     if os.environ["LOCAL_RANK"] == "0":
         keep_log(folder)
+    faulthandler.register(signal.SIGUSR2, (folder / PLACE).open("w"), all_threads=False)
     own_process = os.getpid()
     leave = os._exit
 
