@@ -10,7 +10,10 @@ LockstepError
 """
 
 import difflib
+import sys
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 
 class LockstepError(Exception):
@@ -61,6 +64,18 @@ class CheckpointError(LockstepError):
 
 class FolderInUseError(LockstepError):
     """A live run already writes here."""
+
+
+def keep_exit_code(kind: object, error: BaseException | None, trace: object) -> None:
+    """Have a script that lets this error through end with its code, where python says 1."""
+    if isinstance(error, LockstepError) and getattr(sys.excepthook, "func", None) is not _end:
+        sys.excepthook = partial(_end, sys.excepthook)
+
+
+def _end(say: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    say(kind, error, trace)
+    if isinstance(error, LockstepError):
+        raise SystemExit(error.exit_code)
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
