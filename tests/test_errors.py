@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 from lockstep import PartialLoss, RunConfig, fit
 from lockstep.testing import TinyTask
@@ -22,19 +24,27 @@ raise SystemExit(fit(Broken(), RunConfig(output_dir="broken", epochs=1)).exit_co
 """
 
 
-def test_a_script_without_a_launcher_ends_with_the_errors_own_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "said", "env"),
+    [
+        (3, "no weight has moved", {}),
+        (2, "need MASTER_ADDR and MASTER_PORT", {"RANK": "0", "WORLD_SIZE": "2"}),
+    ],
+)
+def test_a_script_without_a_launcher_ends_with_the_errors_own_code(
+    code: int, said: str, env: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,
-        env=env,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert ended.returncode == 3, ended.stdout + ended.stderr
-    assert "ConfigError" in ended.stdout
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert ended.stdout.startswith("LaunchError" if env else "ConfigError"), "and was caught"
     assert ended.stderr.count("Traceback") == 1
-    assert "no weight has moved" in ended.stderr
+    assert said in ended.stderr

@@ -11,7 +11,8 @@ LockstepError
 
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -66,10 +67,15 @@ class FolderInUseError(LockstepError):
     """A live run already writes here."""
 
 
-def keep_exit_code(kind: object, error: BaseException | None, trace: object) -> None:
-    """Have a script that lets this error through end with its code, where python says 1."""
-    if isinstance(error, LockstepError) and getattr(sys.excepthook, "func", None) is not _end:
-        sys.excepthook = partial(_end, sys.excepthook)
+@contextmanager
+def own_exit_code() -> Iterator[None]:
+    """Have a script that lets an error of ours through end with its code, where python says 1."""
+    try:
+        yield
+    except LockstepError:
+        if getattr(sys.excepthook, "func", None) is not _end:
+            sys.excepthook = partial(_end, sys.excepthook)
+        raise
 
 
 def _end(say: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
