@@ -76,7 +76,7 @@ def launch(command: LaunchRequest) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     if command.num_nodes > 1:  # restarted workers must not find the addresses of the dead
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    with _as_nobody():
+    with _as_nobody(), _ignored(heard):
         multiprocessing.set_forkserver_preload(["lockstep.launch.warm"])
         forkserver.ensure_running()  # it imports torch while we do
 
@@ -261,6 +261,21 @@ def _as_nobody() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@contextmanager
+def _ignored(names: Sequence[str]) -> Iterator[None]:
+    """Start processes that do not die of what SLURM, or a closing terminal, sends to everyone.
+
+    Ranks end with the one that forks them; they listen again (`worker.py`), and it leaves with us.
+    """
+    numbers = [signal.Signals[name] for name in names if name != "SIGINT"]  # which it ignores
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True)
