@@ -8,13 +8,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from lockstep import RunConfig
 from lockstep.errors import ConfigError
+from lockstep.testing import TinyTask
 from lockstep_recipes.command import Flags
 from lockstep_recipes.jit.flags import flags
 
@@ -176,6 +179,20 @@ def test_the_snippet_on_the_front_page_trains(
         exec(compile(snippet, "README.md", "exec"), {"samples": samples})
     assert ended.value.code == 0
     assert (tmp_path / "run" / "checkpoints" / "step_00000020" / "model.safetensors").exists()
+
+
+def test_the_loop_that_is_shown_trains_and_so_does_the_average_that_is_put_into_it(
+    tmp_path: Path,
+) -> None:
+    loop, average = blocks(ROOT / "docs" / "own_loop.md", "python")
+    put_in = textwrap.indent(average, "    ")
+    changed = re.sub(r"^(    run = prepare.*\n)", rf"\1{put_in}", loop, flags=re.MULTILINE)
+    assert changed != loop
+    for name, snippet in {"loop": loop, "changed": changed}.items():
+        config = RunConfig(output_dir=str(tmp_path / name), epochs=1)
+        given = {"task": TinyTask(), "config": config, "my_schedule": lambda step: 1e-3}
+        exec(compile(snippet, "own_loop.md", "exec"), given)
+        assert (tmp_path / name / "checkpoints" / "step_00000001").exists()
 
 
 def test_links_lead_somewhere() -> None:

@@ -10,7 +10,11 @@ LockstepError
 """
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 
 class LockstepError(Exception):
@@ -61,6 +65,23 @@ class CheckpointError(LockstepError):
 
 class FolderInUseError(LockstepError):
     """A live run already writes here."""
+
+
+@contextmanager
+def own_exit_code() -> Iterator[None]:
+    """Have a script that lets an error of ours through end with its code, where python says 1."""
+    try:
+        yield
+    except LockstepError:
+        if getattr(sys.excepthook, "func", None) is not _end:
+            sys.excepthook = partial(_end, sys.excepthook)
+        raise
+
+
+def _end(say: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    say(kind, error, trace)
+    if isinstance(error, LockstepError):
+        raise SystemExit(error.exit_code)
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

@@ -32,7 +32,7 @@ from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import Loader
 from lockstep.data.reader import is_stream
-from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
+from lockstep.errors import CheckpointError, ConfigError, NonFiniteError, own_exit_code
 from lockstep.exact import LeafSum
 from lockstep.numerics import fingerprint, settle_numerics
 from lockstep.parallel import Averaging, bare, replicate
@@ -213,6 +213,7 @@ class Run:
 
 def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Run:
     """Build the run, restored from its checkpoint where there is one. Collective."""
+    stack.enter_context(own_exit_code())
     config = rehearsed(config)
     folder = Path(config.output_dir)
     settings = config.model_dump_json(exclude={"output_dir"}) + json.dumps(task.settings())

@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.agreement import check_alike, raise_together, together
 from lockstep.config import Cadence, RunConfig
 from lockstep.data.loader import StepBatch
-from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError
+from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError, own_exit_code
 from lockstep.evaluation import evaluate
 from lockstep.memory import halve
 from lockstep.non_finite import LeftOut, is_finite
@@ -55,7 +55,7 @@ def fit(task: Task, config: RunConfig) -> RunResult:
     Raises:
         LockstepError: the same on every rank, with what is wrong and what to try.
     """
-    with ExitStack() as stack:
+    with own_exit_code(), ExitStack() as stack:
         world = stack.enter_context(World.enter(config.device, config.timeout_s))
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -148,6 +149,22 @@ def test_a_mistake_of_a_real_command_is_two_lines_on_stderr() -> None:
     assert done.stderr == f"lockstep: there is no recipe 'nosuch'\n  try: one of {names}\n"
 
 
+# --- init --------------------------------------------------------------------
+
+
+def test_the_words_of_init_stand_anywhere_and_the_others_are_the_scripts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / ".vscode" / "launch.json"
+    assert say(monkeypatch, "init", "vscode", "--help") == 0
+    assert "Example: lockstep init" in capsys.readouterr().out
+    assert not made.exists()
+    for _ in range(2):
+        assert say(monkeypatch, "init", "vscode", "train.py", "--force", "--epochs", "3", "-v") == 0
+    assert json.loads(made.read_text())["configurations"][0]["args"] == ["--epochs", "3", "-v"]
+
+
 # --- plan --------------------------------------------------------------------
 
 
@@ -157,6 +174,17 @@ def rows(
     assert say(monkeypatch, "plan", *words, "--json") == 0
     read: list[dict[str, float]] = json.loads(capsys.readouterr().out)
     return read
+
+
+def test_a_rate_is_shown_whole_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ("--samples", "29500", "--batch-size", "4", "--lr", "1.25e-6", "--lr-scaling", "batch")
+    assert say(monkeypatch, "plan", *words) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "1.953e-08" in shown
 
 
 def test_the_plan_of_the_guides_is_7375_3687_1843_921(

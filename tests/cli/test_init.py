@@ -199,6 +199,8 @@ def test_a_name_that_holds_a_word_of_the_template_stays_whole(project: Path) -> 
     init("slurm", "SYSTEM/train.py", ["--STEM"], force=False)
     text = (project / "scripts" / "train_slurm_multi_node.sh").read_text()
     assert "train SYSTEM/train.py --STEM" in text
+    # Or srun ends the launchers that are still saving, with 143, and the job is not queued again.
+    assert "srun --kill-on-bad-exit=0 --wait=60 bash" in text
     assert "#SBATCH --job-name=train\n" in text
 
 

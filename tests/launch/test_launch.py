@@ -65,6 +65,7 @@ def test_an_exception_is_shown_once_with_rank_host_and_step_and_nobody_stays(
         rf"lockstep: rank 1 on {socket.gethostname()}, after step 3: ZeroDivisionError: the planted"
     )
     assert len(re.findall(said, text)) == 1, text
+    assert "it was at" not in text, "what the others were at explains nothing here"
 
 
 def test_the_same_error_at_the_same_step_three_times_is_not_tried_again(
@@ -148,6 +149,32 @@ def test_a_rank_that_the_agent_had_to_kill_is_not_taken_for_the_cause(
     assert launched.finish() == 1, launched.text
     said = f"lockstep: rank 0 on {socket.gethostname()}: ZeroDivisionError: the planted fault"
     assert said in launched.text, launched.text
+
+
+STUCK = """
+import os, time
+from lockstep import World
+
+def look_for_something():
+    time.sleep(300)
+
+world = World.enter(timeout_s=2)
+if os.environ["RANK"] == "1":
+    look_for_something()
+world.barrier()
+"""
+
+
+def test_ranks_that_waited_in_vain_are_told_what_the_other_was_at(
+    tmp_path: Path, start: Start
+) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    launched = start(*LAUNCH, "2", tmp_path / "stuck.py")
+    assert launched.finish() == 1, launched.text
+    said = (
+        r"lockstep: rank 1 had not ended; it was at\n  File \".*stuck.py\", line 6 in look_for_som"
+    )
+    assert len(re.findall(said, launched.text)) == 1, launched.text
 
 
 # --- A rank that is killed -----------------------------------------------------------------------

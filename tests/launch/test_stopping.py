@@ -160,18 +160,25 @@ def test_ctrl_c_at_the_terminal_saves_and_leaves_no_one_behind(
     assert ranks.orphans() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("number", "reaches_all"),
+    [(signal.SIGTERM, False), (signal.SIGUSR1, True), (signal.SIGHUP, True)],
+)
 def test_our_launcher_passes_a_signal_on_and_keeps_its_exit_code(
-    number: signal.Signals, tmp_path: Path, start: Start
+    number: signal.Signals, reaches_all: bool, tmp_path: Path, start: Start
 ) -> None:
+    """SLURM signals every process of a step, and so does a terminal that is closed."""
     ranks = start(sys.executable, "-c", LAUNCH_LOCALLY, TRAIN, tmp_path, "0.05", "1")
     wait_for_step(tmp_path, 2, ranks)
-    ranks.look_around()
+    for process in ranks.look_around() if reaches_all else ():
+        process.send_signal(number)
     os.kill(ranks.pid, number)
     assert ranks.finish(20) == 128 + number, ranks.text
+    assert "\ndone at step" in ranks.text
     assert saved_step(tmp_path) == last_step(tmp_path)
     assert ranks.orphans() == []
     assert "Traceback" not in ranks.text
+    assert "resource_tracker" not in ranks.text
 
 
 def test_our_launcher_lives_through_the_hangup_that_nohup_is_for(

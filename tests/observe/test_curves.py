@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from lockstep.errors import DataError
@@ -90,3 +91,24 @@ def test_nothing_but_the_picture_is_left_behind(tmp_path: Path) -> None:
 def test_a_folder_without_events_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         draw_curves(tmp_path, tmp_path / "curves.png")
+
+
+def test_no_legend_hides_a_curve_and_every_number_on_an_axis_is_true(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: drawn.append(f) or save(f, *a, **k))
+    log = EventLog(tmp_path, rank=0, clock=lambda: 0.0)
+    for step in range(1, 40):
+        log.write("step", step, loss=step, learning_rate=2e-2 / step, samples_per_second=step)
+        metrics = {f"iou_{n}": n + step % 2 for n in range(6)}  # all over the panel
+        log.write("evaluation", step, metrics=metrics)
+    draw_curves(tmp_path, tmp_path / "curves.png")
+    panels = [axes for axes in drawn[0].axes if axes.get_legend()]
+    assert len(panels) == 2
+    for axes in panels:
+        assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())
+    (rate,) = (axes for axes in drawn[0].axes if axes.get_ylabel() == "learning rate")
+    for place, label in zip(rate.get_yticks(), rate.get_yticklabels(), strict=True):
+        assert float(label.get_text().replace("\u2212", "-")) == pytest.approx(place)

@@ -233,7 +233,7 @@ def new(
 
 @app.command(
     epilog="Example: lockstep init slurm train.py --epochs 300",
-    context_settings=AS_TYPED,
+    context_settings={"ignore_unknown_options": True},
 )
 def init(
     kind: Annotated[str, typer.Argument(help="vscode, slurm, accelerate or scripts")],

@@ -68,11 +68,11 @@ def show_plan(
 
     table = Table(*COLUMNS.values())
     for column in table.columns:
-        column.justify = "right"
+        column.justify, column.overflow = "right", "fold"  # a number cut short is another number
     for row in rows:
         table.add_row(*(_cell(row[key]) for key in COLUMNS))
     Console().print(table)
 
 
 def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -12,6 +12,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -29,7 +30,7 @@ from typing import Any, TextIO
 
 from lockstep.errors import LaunchError
 from lockstep.launch.roll_call import call_roll, own_address, parse_head
-from lockstep.launch.worker import RECORD, check_script, identity_of, work
+from lockstep.launch.worker import PLACE, RECORD, check_script, identity_of, work
 
 CRASH_LOOP = 3
 """So many times the same error at the same step, and it is not tried again."""
@@ -42,6 +43,9 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 SHUTDOWN_S = 90
 """How long ranks that were told to stop may save; who signals twice need not wait."""
 MONITOR_S = 0.02
+ANSWER_S = 0.5
+"""How long a rank may take to write down where it is."""
+FRAMES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ def launch(command: LaunchRequest) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     if command.num_nodes > 1:  # restarted workers must not find the addresses of the dead
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    with _as_nobody():
+    with _as_nobody(), _ignored(heard):
         multiprocessing.set_forkserver_preload(["lockstep.launch.warm"])
         forkserver.ensure_running()  # it imports torch while we do
 
@@ -145,12 +149,14 @@ def _build_agent(command: LaunchRequest) -> Any:
         def _monitor_workers(self, worker_group: Any) -> RunResult:
             context: Any = self._pcontext
             ended = [process.exitcode or 0 for process in context._pc.processes]
+            first = worker_group.workers[0].global_rank
+            others = where_others_are(context, first, ended) if any(ended) else ""
             result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():  # by now those that were left are closed
-                first = worker_group.workers[0].global_rank
                 for rank, seen in result.failures.items():
                     ended[rank - first] = seen.exitcode
                 self._take_note(first_failure(context, first, ended))
+                sys.stderr.write(others)
             return result
 
         def _take_note(self, failure: Failure) -> None:
@@ -257,6 +263,21 @@ def _as_nobody() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+@contextmanager
+def _ignored(names: Sequence[str]) -> Iterator[None]:
+    """Start processes that do not die of what SLURM, or a closing terminal, sends to everyone.
+
+    Ranks end with the one that forks them; they listen again (`worker.py`), and it leaves with us.
+    """
+    numbers = [signal.Signals[name] for name in names if name != "SIGINT"]  # which it ignores
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why a group of ranks ended."""
@@ -312,6 +333,32 @@ def first_failure(context: Any, first_rank: int, codes: Sequence[int]) -> Failur
         return Failure(told["rank"], told["code"], told)
     local, code = next((n, code) for n, code in enumerate(codes) if code)
     return Failure(first_rank + local, abs(code) + 128 * (code < 0))
+
+
+def where_others_are(context: Any, first_rank: int, codes: Sequence[int]) -> str:
+    """Say what the ranks that are left are at, if another has waited in vain and ended.
+
+    The one that nobody saw coming is among them, and it alone knows why.
+    """
+    folders = {local: Path(file).parent for local, file in context.error_files.items()}
+    records = filter(None, (read_record(folder / RECORD) for folder in folders.values()))
+    in_vain = any(re.search("timed? ?out", record["error"], re.I) for record in records)
+    if not in_vain and -signal.SIGABRT not in codes:  # NCCL's watchdog ends a process so
+        return ""
+    left = {
+        first_rank + local: (process.pid, folders[local] / PLACE)
+        for local, process in enumerate(context._pc.processes)
+        if process.exitcode is None and (folders[local] / PLACE).exists()
+    }
+    for pid, _ in left.values():
+        os.kill(pid, signal.SIGUSR2)
+    time.sleep(ANSWER_S)
+    text = ""
+    for rank, (_, place) in left.items():
+        frames = place.read_text().splitlines()[1 : 1 + FRAMES]
+        text += f"lockstep: rank {rank} had not ended; it was at\n"
+        text += "".join(f"{frame}\n" for frame in frames or ["  (no answer: it is stopped)"])
+    return text
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

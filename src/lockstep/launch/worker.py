@@ -8,6 +8,7 @@ record of an uncaught exception. Does not own: the group; the script joins it.
 
 import atexit
 import ctypes
+import faulthandler
 import json
 import os
 import runpy
@@ -28,6 +29,8 @@ from lockstep.errors import LaunchError, LockstepError
 from lockstep.signals import StopSignals
 
 RECORD = "failure.json"
+PLACE = "place.txt"
+"""Where a rank writes down what it is at, when its launcher asks with SIGUSR2."""
 FIRST_FAILURE = "LOCKSTEP_FIRST_FAILURE"
 """Names the file of a job in which the first rank that fails says how; `job.sh` reads it."""
 PR_SET_PDEATHSIG = 1
@@ -39,7 +42,11 @@ def work(*words: str) -> None:
     end_with_parent()
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     if os.environ["LOCAL_RANK"] == "0":
-        keep_log(folder)
+        keep_log(folder)  # what copies it must not die of a signal to everyone
+    for name in os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(","):
+        if name and name != "SIGINT":  # the process that forked us ignores them
+            signal.signal(signal.Signals[name], signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR2, (folder / PLACE).open("w"), all_threads=False)
     own_process = os.getpid()
     leave = os._exit
 
@@ -87,7 +94,7 @@ def keep_log(folder: Path) -> None:
         if stream.isatty():
             continue
         copier = subprocess.Popen(
-            ["tee", "-a", folder / f"{name}.log"],
+            ["tee", "-ai", folder / f"{name}.log"],
             stdin=subprocess.PIPE,
             stdout=stream.fileno(),
             start_new_session=True,  # a signal to the group is not meant for it

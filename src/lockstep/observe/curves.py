@@ -125,7 +125,7 @@ def _draw_pace(axes: "Axes", rate: Series, speed: Series) -> None:
     axes.set_ylabel("learning rate", color=TRAIN)
     axes.tick_params(axis="y", labelcolor=TRAIN)
     axes.set_ylim(bottom=0.0)
-    axes.yaxis.set_major_formatter("{x:.1e}")
+    axes.yaxis.set_major_formatter("{x:.3g}")
 
     right = axes.twinx()
     right.plot(*speed, color=HELD_OUT[0], linewidth=1.4, marker=_marker(speed), markersize=4.5)
@@ -149,7 +149,9 @@ def _plot_held_out(axes: "Axes", held_out: dict[str, Series]) -> None:
             label=name,
         )
     if axes.get_lines():
-        axes.legend(framealpha=0.75, edgecolor="none", fontsize=9, labelcolor=INK)
+        # Below the panel: inside, there may be no place that hides no curve.
+        place, plain = (0.0, -0.14), {"frameon": False, "fontsize": 9, "labelcolor": INK}
+        axes.legend(loc="upper left", bbox_to_anchor=place, borderaxespad=0.0, ncols=2, **plain)
 
 
 def _fit_scale(axes: "Axes", drawn: Sequence[Series]) -> None:
