@@ -49,7 +49,7 @@ def chi_nats(logits: Tensor, angles: Tensor, aatype: Tensor) -> Tensor:
     """
     log_p = logits.log_softmax(dim=-1)
     bins = (chi_bins(angles)[..., None] + placed(AROUND, angles.device)) % NUM_BINS
-    near = log_p.gather(-1, bins).unflatten(-1, (2, 3))
+    near = log_p.gather(-1, bins).view(*angles.shape, 2, 3)
     nats = (near * beside(SHARES, near)).sum(dim=-1)  # straight, and turned
     return (nats + beside(turn_costs(), nats)[aatype]).amin(dim=-1)
 
