@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import Loader, PartialLoss, train_step
 from lockstep.data.loader import StepBatch
@@ -194,3 +195,31 @@ def test_gradients_of_any_precision_are_divided_by_all_of_the_divisor(dtype: tor
     divide(grads, torch.tensor(100_001.0, dtype=torch.float64))
     for grad, want in zip(grads, wanted, strict=True):
         torch.testing.assert_close(grad.double(), want, rtol=torch.finfo(grad.dtype).eps, atol=0)
+
+
+def test_a_weight_is_cast_once_a_step_and_not_once_a_micro_batch() -> None:
+    """Under autocast: the same step, to the bit, as when each pass casts for itself."""
+    casts: list[int] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+            low = torch.bfloat16
+            casts[-1] += func is torch.ops.aten._to_copy.default and (kw or {}).get("dtype") == low
+            return func(*args, **(kw or {}))
+
+    def loss(model: nn.Module, data: dict[str, Tensor], context: Context) -> PartialLoss:
+        return TASK.loss(model, {name: value.float() for name, value in data.items()}, context)
+
+    def moved(*, keeps: bool) -> Tensor:
+        model, optimizer = build()
+        casts.append(0)
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps)
+        with Casts():
+            train_step(loss, model.float(), optimizer, first_batch(), WORLD, autocast=autocast)
+        return flat(model)
+
+    assert torch.equal(moved(keeps=True), moved(keeps=False))
+    num_passes, num_weights = 3, len(list(build()[0].parameters()))
+    assert casts[1] - casts[0] == (num_passes - 1) * num_weights
+    assert torch.autocast_increment_nesting() == 1, "nothing is kept after the step"
+    torch.autocast_decrement_nesting()

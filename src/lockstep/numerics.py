@@ -4,8 +4,8 @@ Owns: making kernels repeat themselves, and the fingerprint that says under whic
 were made. Does not own: the order in which ranks add; that is `exact.py`'s.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,6 +44,17 @@ def settle_numerics(config: RunConfig, device: torch.device, stack: ExitStack) -
         default_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS adds as it pleases
         cudnn = torch.backends.cudnn
         put(partial(setattr, cudnn, "benchmark"), False, cudnn.benchmark)
+
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Let autocast cast a weight once for all passes inside the block, not once for each."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if not torch.autocast_decrement_nesting():
+            torch.clear_autocast_cache()
 
 
 def raise_if_not_deterministic(error: RuntimeError) -> None:

@@ -23,6 +23,7 @@ from lockstep.exact import LeafSum
 from lockstep.meeting import Meeting, meet
 from lockstep.memory import fit_together
 from lockstep.non_finite import begin_momentum, divide, move
+from lockstep.numerics import weights_cast_once
 from lockstep.parallel import bare, begin_exchanges, local_gradients
 from lockstep.progress import StepReport, names_of, number, row_of
 from lockstep.randomness import seed_others, seed_torch
@@ -81,8 +82,7 @@ def train_step(
         scaler.unscale_(optimizer)
     moved = (p for group in optimizer.param_groups for p in group["params"])  # no walk of modules
     grads = [p.grad for p in moved if p.grad is not None]
-    if is_sharded(model):
-        grads = held(grads)
+    grads = held(grads) if is_sharded(model) else grads
     if leaf_sum:
         norm, units = norm_of(grads), None  # with any number of ranks the same arithmetic
     else:
@@ -129,6 +129,7 @@ class _Backward:
     scaler: GradScaler | None
     leaf_sum: LeafSum | None
 
+    @weights_cast_once()
     def __call__(self) -> tuple[list[Tensor], list[str], float | None]:
         """Leave gradients on the model; return a row of numbers for each micro-batch.
 
@@ -147,13 +148,12 @@ class _Backward:
             keeping = leaf_sum.leaf(micro_batch, index == last) if leaf_sum else nullcontext()
             meeting = meetings[index] if meetings else None
             with nullcontext() if index == last else local_gradients(self.model), keeping:
-                part = self.part(self.model, micro_batch, meeting)
-                total = part.loss_sum + meeting.owed if meeting else part.loss_sum
+                own = self.part(self.model, micro_batch, meeting)
+                total = own.loss_sum + meeting.owed if meeting else own.loss_sum
                 (self.scaler.scale(total) if self.scaler else total).backward()  # type: ignore[no-untyped-call]
-            names = names_of(part, names if rows else None)
-            rows.append(row_of(part, names))
-            unknown = units is None or isinstance(part.weight, Tensor)
-            units = None if unknown else units + part.weight  # type: ignore[operator,assignment]
+            names = names_of(own, names if rows else None)
+            rows.append(row_of(own, names))
+            units = None if units is None or isinstance(own.weight, Tensor) else units + own.weight
         return rows, names, units
 
     def part(

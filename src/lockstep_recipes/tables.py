@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 @lru_cache(maxsize=256)
-def placed(table: Tensor, device: torch.device) -> Tensor:
+def placed(table: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return `table` on `device`. It is known by itself, not by its numbers: they must not change.
 
     >>> table = torch.arange(3)
     >>> placed(table, torch.device("cpu")) is table
     True
     """
-    return table.to(device, non_blocking=True)
+    return table.to(device, dtype, non_blocking=True)
 
 
 def beside(table: Tensor, like: Tensor) -> Tensor:
     """Return `table` on the device of `like`, in its precision."""
-    return placed(table, like.device).to(like.dtype)
+    return placed(table, like.device, like.dtype)

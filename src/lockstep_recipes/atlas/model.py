@@ -15,13 +15,22 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep_recipes.atlas.section import Section
-from lockstep_recipes.atlas.vggt import PRESETS, Aggregator, Block, Geometry, Mlp, load_aggregator
+from lockstep_recipes.atlas.vggt import (
+    PRESETS,
+    Aggregator,
+    Block,
+    Geometry,
+    Mlp,
+    attend,
+    load_aggregator,
+    mask_bias,
+)
+from lockstep_recipes.precision import lowered
 
 MAX_WORDS = 128
 VOCABULARY = 4096
@@ -142,8 +151,9 @@ class TextEncoder(nn.Module):
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        bias = mask_bias(mask, x)
         for block in self.blocks:
-            x = block(x, mask=mask[:, None, None, :])
+            x = block(x, bias=bias)
         out: Tensor = self.norm(x)
         return out
 
@@ -274,11 +284,10 @@ class CrossAttention(nn.Module):
         self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
-        q = self.q(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
-        k, v = self.kv(memory).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, memory: Tensor, bias: Tensor | None = None) -> Tensor:
+        q = self.q(x).unflatten(2, (self.heads, -1))
+        k, v = self.kv(memory).unflatten(2, (2, self.heads, -1)).unbind(2)
+        out: Tensor = self.proj(attend(q, k, v, bias))
         return out
 
 
@@ -291,9 +300,9 @@ class FusionLayer(nn.Module):
         self.among, self.across = CrossAttention(width), CrossAttention(width)
         self.mlp, self.dropout = Mlp(width), nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        own = self.norms[0](x)
-        x = x + self.dropout(self.among(own, own, mask))
+    def forward(self, x: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
+        own = lowered(self.norms[0](x))
+        x = x + self.dropout(self.among(own, own, bias))
         x = x + self.dropout(self.across(self.norms[1](x), memory))
         out: Tensor = x + self.dropout(self.mlp(self.norms[2](x)))
         return out
@@ -378,17 +387,18 @@ class AtlasNet(nn.Module):
         spoken = None if own is None else self.own(own)
         if spoken is not None:
             memory = torch.cat((memory, spoken[:, None]), dim=1)
+        memory = lowered(memory)
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and not self.config.freeze_lang_encoder
         ):
             hidden = self.language(tokens, mask)
         x = self.words(hidden.to(self.words[0].weight.dtype))
-        seen = mask[:, None, None, :]
+        bias = mask_bias(mask, x)
         for layer in self.fusion:
-            x = layer(x, memory, seen)
+            x = layer(x, memory, bias)
         x = self.norm(x)
         if self.config.use_attention_pooling:
-            pooled = self.pool(self.query.expand(len(x), -1, -1).to(x.dtype), x, seen)[:, 0]
+            pooled = self.pool(self.query.expand(len(x), -1, -1).to(x.dtype), x, bias)[:, 0]
         else:
             share = mask[..., None].to(x.dtype)
             pooled = (x * share).sum(dim=1) / share.sum(dim=1)

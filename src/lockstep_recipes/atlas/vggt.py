@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
+from lockstep_recipes.precision import lowered
 
 PATCH = 14
 NUM_REGISTERS = 4
@@ -71,9 +72,10 @@ class Geometry:
 
 @lru_cache(maxsize=32)
 def rope_table(side: tuple[int, int], dim: int, device: torch.device, dtype: torch.dtype) -> Rope:
-    """Return cosines and sines (P, D) of an image's positions: half for rows, half for columns.
+    """Return cosines and sines (P, 1, 1, D) of an image's places, half for rows, half for columns.
 
-    Special tokens stand at position 0, patches begin at 1.
+    Special tokens stand at position 0, patches begin at 1. Sines have the sign that a rotation
+    gives the channel they are multiplied with.
     """
     ranges = (torch.arange(1, num + 1, device=device) for num in side)
     rows, columns = torch.meshgrid(*ranges, indexing="ij")
@@ -82,15 +84,29 @@ def rope_table(side: tuple[int, int], dim: int, device: torch.device, dtype: tor
     quarter = dim // 4
     frequencies = ROPE_BASE ** (-torch.arange(quarter, device=device) / quarter).to(dtype)
     angles = place[:, :, None] * frequencies  # P, 2, D / 4
-    angles = angles.repeat(1, 1, 2).flatten(1)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    cos, sin = torch.cat((cos, cos), dim=2), torch.cat((-sin, sin), dim=2)
+    return cos.flatten(1)[:, None, None], sin.flatten(1)[:, None, None]
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Turn queries or keys (B, heads, P, D) by the angles of their positions."""
-    cos, sin = (part.to(x.dtype) for part in rope)
-    a, b, c, d = x.chunk(4, dim=-1)
-    return x * cos + torch.cat((-b, a, -d, c), dim=-1) * sin
+    """Turn queries and keys (B, P, 2, heads, D) by the angles of their positions."""
+    cos, sin = rope
+    swapped = x.view(*x.shape[:-1], 2, 2, -1).flip(-2).flatten(-3)
+    return x * cos + swapped * sin
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Mix values by queries and keys, all (B, P, heads, D), and lay heads side by side."""
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def mask_bias(mask: Tensor, like: Tensor) -> Tensor:
+    """Return what to add to the scores of attention (B, 1, 1, P), made of which keys count."""
+    bias = torch.where(mask, 0.0, -torch.inf).to(like.dtype)
+    return lowered(bias)[:, None, None, :]
 
 
 class Attention(nn.Module):
@@ -104,13 +120,12 @@ class Attention(nn.Module):
         self.k_norm = nn.LayerNorm(width // heads) if qk_norm else nn.Identity()
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, rope: Rope | None = None, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+    def forward(self, x: Tensor, rope: Rope | None = None, bias: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).unbind(2)
+        q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
+            q, k = rotate(torch.stack((q, k), dim=2).to(v.dtype), rope).unbind(2)
+        out: Tensor = self.proj(attend(q.to(v.dtype), k.to(v.dtype), v, bias))
         return out
 
 
@@ -154,8 +169,8 @@ class Block(nn.Module):
         self.attn, self.mlp = Attention(width, heads, qk_norm=qk_norm), Mlp(width)
         self.ls1, self.ls2 = LayerScale(width, layer_scale), LayerScale(width, layer_scale)
 
-    def forward(self, x: Tensor, rope: Rope | None = None, mask: Tensor | None = None) -> Tensor:
-        x = x + self.ls1(self.attn(self.norm1(x), rope, mask))
+    def forward(self, x: Tensor, rope: Rope | None = None, bias: Tensor | None = None) -> Tensor:
+        x = x + self.ls1(self.attn(self.norm1(x), rope, bias))
         out: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
         return out
 
@@ -249,13 +264,14 @@ class Aggregator(nn.Module):
         tokens = torch.cat((special, patches.unflatten(0, (num, count))), dim=2)
 
         side = (pixels[0] // PATCH, pixels[1] // PATCH)
-        rope = rope_table(side, self.head_dim, images.device, images.dtype)
-        rope_all = (rope[0].repeat(count, 1), rope[1].repeat(count, 1))
-        layers: list[Tensor] = []
+        cos, sin = map(lowered, rope_table(side, self.head_dim, images.device, images.dtype))
+        rope, rope_all = (cos, sin), (cos.repeat(count, 1, 1, 1), sin.repeat(count, 1, 1, 1))
+        pairs: list[tuple[Tensor, Tensor]] = []
         for frame_block, global_block in zip(self.frame_blocks, self.global_blocks, strict=True):
             within = frame_block(tokens.flatten(0, 1), rope).unflatten(0, (num, count))
             tokens = global_block(within.flatten(1, 2), rope_all).unflatten(1, (count, -1))
-            layers = [*layers, torch.cat((within, tokens), dim=-1)][-self.num_outputs :]
+            pairs.append((within, tokens))
+        layers = [torch.cat(pair, dim=-1) for pair in pairs[-self.num_outputs :]]
         return Geometry(layers, patch_start=special.shape[2])
 
 

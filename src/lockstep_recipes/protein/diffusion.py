@@ -8,6 +8,7 @@ device of the tokens they are for.
 """
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from lockstep.randomness import keyed_generator
 from lockstep_recipes.protein.residues import Vocabulary, blosum62
-from lockstep_recipes.tables import placed
+from lockstep_recipes.tables import beside, placed
 
 Transition = Literal["absorbing", "uniform", "blosum"]
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -42,6 +43,7 @@ def elbo_weights(alpha_bar: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(weights[:1]), weights])
 
 
+@lru_cache(maxsize=64)
 def spread(num: int, place: int, *key: int | str) -> Tensor:
     """Return `num` numbers in [0, 1), evenly spaced, shifted at random by `key` and by `place`.
 
@@ -84,7 +86,7 @@ class Absorbing:
     def corrupt(self, x0: Tensor, t: Tensor, generator: torch.Generator) -> Tensor:
         """Return x_t (B, L, S) for times t (B)."""
         chance = torch.rand(x0.shape, generator=generator, device=x0.device)
-        kept = placed(self.alpha_bar, t.device)[t].to(chance.dtype)
+        kept = beside(self.alpha_bar, chance)[t]
         return torch.where(chance < kept[:, None, None], x0, self.vocabulary.mask)
 
     def is_scored(self, x_t: Tensor) -> Tensor:
@@ -261,9 +263,10 @@ def build_process(
 
 
 def cross_entropy(logits: Tensor, x0: Tensor) -> Tensor:
-    """Return the nats (B, L, S) of the true tokens; those of an unknown residue mean nothing."""
-    log_p = logits.log_softmax(dim=-1)
-    return -log_p.gather(-1, x0.clamp(max=logits.shape[-1] - 1)[..., None]).squeeze(-1)
+    """Return the nats (B, L, S) of the true tokens, 0 for those of an unknown residue."""
+    rows, truth, states = logits.flatten(0, -2), x0.flatten(), logits.shape[-1]
+    nats = functional.cross_entropy(rows, truth, reduction="none", ignore_index=states)
+    return nats.view(x0.shape)
 
 
 def draw(log_p: Tensor, generator: torch.Generator) -> Tensor:

@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from lockstep_recipes.protein.model import NUM_BINS
-from lockstep_recipes.protein.residues import FREQUENCIES, UNKNOWN, periodic_chis
-from lockstep_recipes.tables import placed
+from lockstep_recipes.protein.residues import FREQUENCIES, UNKNOWN, periodic_chis, turn_costs
+from lockstep_recipes.tables import beside, placed
 
 BIN_WIDTH = 2 * math.pi / NUM_BINS
 SMOOTHING = 0.1
 """How much of a bin's target its two neighbours get together."""
+AROUND = torch.tensor([0, -1, 1, NUM_BINS // 2, NUM_BINS // 2 - 1, NUM_BINS // 2 + 1])
+"""From a bin to itself and its neighbours, then to those half a turn away."""
+SHARES = -torch.tensor([1 - SMOOTHING, SMOOTHING / 2, SMOOTHING / 2], dtype=torch.float64)
+"""What a bin and its neighbours add to the cross entropy by their log-probabilities."""
 NEAR = math.radians(20)
 COMMON_CHIS = tuple(math.radians(angle) for angle in (-67.5, 177.5, 177.5, -177.5))
 """The centre of each chi's most common bin, counted over the full-atom training chains."""
@@ -44,16 +48,10 @@ def chi_nats(logits: Tensor, angles: Tensor, aatype: Tensor) -> Tensor:
     Where half a turn changes nothing, the better of the two bins counts.
     """
     log_p = logits.log_softmax(dim=-1)
-
-    def nats(bins: Tensor) -> Tensor:
-        around = torch.stack([bins, (bins - 1) % NUM_BINS, (bins + 1) % NUM_BINS], dim=-1)
-        here, left, right = log_p.gather(-1, around).unbind(dim=-1)
-        return -((1 - SMOOTHING) * here + SMOOTHING / 2 * (left + right))
-
-    bins = chi_bins(angles)
-    straight, turned = nats(bins), nats((bins + NUM_BINS // 2) % NUM_BINS)
-    periodic = placed(periodic_chis(), aatype.device)[aatype]
-    return torch.where(periodic, torch.minimum(straight, turned), straight)
+    bins = (chi_bins(angles)[..., None] + placed(AROUND, angles.device)) % NUM_BINS
+    near = log_p.gather(-1, bins).view(*angles.shape, 2, 3)
+    nats = (near * beside(SHARES, near)).sum(dim=-1)  # straight, and turned
+    return (nats + beside(turn_costs(), nats)[aatype]).amin(dim=-1)
 
 
 def chi_error(predicted: Tensor, angles: Tensor, aatype: Tensor) -> Tensor:

@@ -9,10 +9,13 @@ Shapes: B chains, L residues, N neighbours, H width, S tokens of a residue, K st
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from lockstep_recipes.precision import lowered
 
 NUM_BINS = 72
 NUM_CHIS = 4
@@ -28,6 +31,7 @@ class Backbone:
     nodes: Tensor
     edges: Tensor
     neighbours: Tensor
+    """(B, L, N), numbered through all residues of the batch."""
     near: Tensor
     """Which of the N neighbours exist (B, L, N)."""
 
@@ -43,9 +47,7 @@ def five_atoms(coords: Tensor) -> Tensor:
 
 def take(values: Tensor, neighbours: Tensor) -> Tensor:
     """Return the values (B, L, ...) of each residue's neighbours (B, L, N, ...)."""
-    chain = torch.arange(len(values), device=values.device)[:, None, None]
-    flat = (neighbours + chain * values.shape[1]).flatten()
-    taken = values.flatten(0, 1).index_select(0, flat)
+    taken = values.flatten(0, 1).index_select(0, neighbours.flatten())
     return taken.view(*neighbours.shape, *values.shape[2:])
 
 
@@ -85,10 +87,12 @@ class Layer(nn.Module):
         self.norm_edge = nn.LayerNorm(width) if edges else None
 
     def forward(
-        self, backbone: Backbone, others: Tensor, film: Tensor | None = None
+        self, backbone: Backbone, seen: Tensor | None = None, film: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         nodes, edges, neighbours = backbone.nodes, backbone.edges, backbone.neighbours
-        messages = self.message(nodes, edges, others, neighbours)
+        own, low_edges = lowered(nodes), lowered(edges)
+        others = own if seen is None else torch.cat([own, seen], dim=-1)
+        messages = self.message(own, low_edges, others, neighbours)
         total = (messages * backbone.near[..., None]).sum(dim=2) / self.scale
         nodes = self.norm_message(nodes + self.dropout(total))
         if film is not None:
@@ -96,7 +100,8 @@ class Layer(nn.Module):
             nodes = nodes * (1 + gain) + shift
         nodes = self.norm_feed(nodes + self.dropout(self.feed(nodes)))
         if self.edge_message is not None and self.norm_edge is not None:
-            update = self.edge_message(nodes, edges, nodes, neighbours)
+            own = lowered(nodes)
+            update = self.edge_message(own, low_edges, own, neighbours)
             edges = self.norm_edge(edges + self.dropout(update))
         return nodes, edges
 
@@ -156,54 +161,67 @@ class ProteinNet(nn.Module):
         """Look at the backbone alone."""
         coords = coords.to(self.first_node.dtype)
         with torch.no_grad():
+            places = torch.arange(segment.numel(), device=segment.device).view(segment.shape)
             neighbours, near = self._nearest(coords[:, :, 1], segment >= 0)
+            neighbours = neighbours + places[:, :1, None]
             atoms = five_atoms(coords)
             others = take(atoms, neighbours)
             apart = atoms[:, :, None, :, None] - others[:, :, :, None]  # (B, L, N, 5, 5, 3)
             distances = apart.square().sum(dim=-1).add(1e-6).sqrt().flatten(3)
-            centres = torch.linspace(2.0, 22.0, NUM_RBF, device=coords.device, dtype=coords.dtype)
-            spread = 20.0 / NUM_RBF
-            rbf = torch.exp(-(((distances[..., None] - centres) / spread) ** 2)).flatten(3)
-            here = torch.arange(coords.shape[1], device=coords.device)[None, :, None]
-            offset = (neighbours - here).clamp(-REACH, REACH) + REACH
+            centres, spread = rbf_centres(coords.device, coords.dtype), 20.0 / NUM_RBF
+            rbf = (distances[..., None] - centres).div_(spread).square_().neg_().exp_().flatten(3)
+            offset = (neighbours - places[..., None]).clamp(-REACH, REACH) + REACH
             same = take(segment, neighbours) == segment[..., None]
             offset = torch.where(same, offset, 2 * REACH + 1)
         edges = self.norm_edge(self.embed_edge(torch.cat([rbf, self.offset(offset)], dim=-1)))
         nodes = self.first_node.expand(*segment.shape, -1)
         backbone = Backbone(nodes, edges, neighbours, near)
         for layer in self.encoder:
-            nodes, edges = layer(backbone, backbone.nodes)
+            nodes, edges = layer(backbone)
             backbone = Backbone(nodes, edges, neighbours, near)
         return backbone
 
     def decode(self, backbone: Backbone, tokens: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
         """Predict every residue from the backbone, the noisy tokens around it and the time."""
-        slots = torch.arange(self.num_slots, device=tokens.device) * (self.num_states + 1)
+        each = self.num_states + 1
+        slots = torch.arange(0, self.num_slots * each, each, device=tokens.device)
         seen = self.embed_token(tokens + slots).sum(dim=2)
         time = self.embed_time(sinusoids(level.to(seen.dtype), self.width))
-        nodes = backbone.nodes + seen
+        nodes, edges, seen = backbone.nodes + seen, lowered(backbone.edges), lowered(seen)
         for layer, film in zip(self.decoder, self.film, strict=True):
-            now = Backbone(nodes, backbone.edges, backbone.neighbours, backbone.near)
-            nodes, _ = layer(now, torch.cat([nodes, seen], dim=-1), film(time))
+            now = Backbone(nodes, edges, backbone.neighbours, backbone.near)
+            nodes, _ = layer(now, seen, film(time))
+        nodes = lowered(nodes)
         logits = self.token_head(nodes).unflatten(-1, (self.num_slots, self.num_states))
         chi_logits = self.chi_head(nodes).unflatten(-1, (NUM_CHIS, NUM_BINS))
         return _full(logits), _full(chi_logits)
 
     def _nearest(self, ca: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the nearest residues (B, L, N), itself first, and which of them exist."""
+        """Return the nearest residues (B, L, N) of a chain, itself first, and which exist."""
         far = torch.cdist(ca, ca, compute_mode="donot_use_mm_for_euclid_dist")
-        far = far.masked_fill(~exists[:, None], torch.inf)
+        far = torch.where(exists[:, None], far, torch.inf)
         num = min(self.num_neighbours, ca.shape[1])
         distance, neighbours = far.topk(num, dim=-1, largest=False)
-        return neighbours, distance.isfinite()
+        return neighbours, distance < torch.inf
+
+
+@lru_cache(maxsize=32)
+def rbf_centres(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the distances that edges are described by."""
+    return torch.linspace(2.0, 22.0, NUM_RBF, device=device, dtype=dtype)
+
+
+@lru_cache(maxsize=32)
+def wave_turns(num: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return how many half turns the waves make from time 0 to 1."""
+    return torch.logspace(0, 2, num, device=device, dtype=dtype)
 
 
 def sinusoids(level: Tensor, width: int) -> Tensor:
     """Return waves (B, width) of a number from 0 to 1, from half a turn to fifty."""
-    half = width // 2
-    turns = torch.logspace(0, 2, half, device=level.device, dtype=level.dtype)
-    angles = level[:, None] * turns * math.pi
-    return functional.pad(torch.cat([angles.sin(), angles.cos()], dim=-1), (0, width - 2 * half))
+    angles = level[:, None] * wave_turns(width // 2, level.device, level.dtype) * math.pi
+    waves = torch.cat([angles.sin(), angles.cos()], dim=-1)
+    return functional.pad(waves, (0, 1)) if width % 2 else waves
 
 
 def _full(logits: Tensor) -> Tensor:

@@ -96,6 +96,13 @@ def periodic_chis() -> Tensor:
     return table
 
 
+@cache
+def turn_costs() -> Tensor:
+    """Return what staying, and half a turn, cost (21, 4, 2): nothing where it changes nothing."""
+    costs = torch.where(periodic_chis(), 0.0, torch.inf)
+    return torch.stack([torch.zeros_like(costs), costs], dim=-1)
+
+
 def fragments_of(name: str) -> list[str]:
     """Return the five slots of a residue: its fragments, closed by EOS and filled with PAD.
 

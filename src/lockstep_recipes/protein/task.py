@@ -10,6 +10,7 @@ whole step first (`weights`), from the same noise that the loss then draws again
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -128,6 +129,28 @@ class ProteinConfig(BaseModel):
             self.num_neighbors,
             self.dropout,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What is hidden from the network in a micro-batch."""
+
+    t: Tensor
+    """Each chain's time (B)."""
+    x0: Tensor
+    x_t: Tensor
+    """Tokens (B, L, S), as they are and as they are shown."""
+    scored: Tensor
+    """Which tokens are to be predicted (B, L, S)."""
+    chis: Tensor
+    """Which chi angles are (B, L, 4)."""
+    counted: dict[str, Tensor]
+    """How many residues and chi angles the loss is a mean over."""
+
+
+def count(mask: Tensor) -> Tensor:
+    """Return how many are true, as the float64 in which steps are added up."""
+    return mask.sum(dtype=torch.float64)
 
 
 class ProteinTask(Task):
@@ -249,30 +272,27 @@ class ProteinTask(Task):
 
     # --- loss ---------------------------------------------------------------------------------
 
-    def _hide(self, batch: Batch, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return t (B), x_0 and x_t (B, L, S), and which tokens are scored.
-
-        The same each time it is called for a micro-batch of a step.
-        """
+    def _hide(self, batch: Batch, context: Context) -> Hidden:
+        """Hide some of the sequence: the same each time for a micro-batch of a step."""
         x0 = self.vocabulary.tokens(batch["aatype"])
         u = spread(len(x0), context.place, context.seed, "t", context.step)
         t = to_device(self.process.times(u), x0.device)
         x_t = self.process.corrupt(x0, t, context.generator("mask"))
         known = (batch["aatype"] != UNKNOWN)[..., None]
-        return t, x0, x_t, self.process.is_scored(x_t) & known
+        scored = self.process.is_scored(x_t) & known
+        chis = batch["chi_mask"] & scored.any(dim=-1, keepdim=True)
+        residues = known if self.config.loss == "elbo" else scored
+        counted = {"sequence": count(residues), "chi": count(chis)}
+        return Hidden(t, x0, x_t, scored, chis, counted)
 
     def weights(self, batch: Batch, context: Context) -> Mapping[str, Tensor | float]:
         """Count the residues and the chi angles that the step averages over."""
-        return self._count(batch, self._hide(batch, context)[-1])
-
-    def _count(self, batch: Batch, scored: Tensor) -> dict[str, Tensor]:
-        is_elbo = self.config.loss == "elbo"
-        num = (batch["aatype"] != UNKNOWN).sum() if is_elbo else scored.sum()
-        return {"sequence": num, "chi": (batch["chi_mask"] & scored.any(-1, keepdim=True)).sum()}
+        return self._hide(batch, context).counted
 
     def loss(self, model: nn.Module, batch: Batch, context: Context) -> PartialLoss:
         """Return the mean over hidden residues plus the mean over their chi angles."""
-        t, x0, x_t, scored = self._hide(batch, context)
+        hidden = self._hide(batch, context)
+        t, x0, x_t, counted = hidden.t, hidden.x0, hidden.x_t, hidden.counted
         coords = batch["coords"]
         if self.config.backbone_noise:
             generator = context.generator("backbone")
@@ -280,17 +300,16 @@ class ProteinTask(Task):
             coords = coords + self.config.backbone_noise * noise
         logits, chi_logits = model(coords, batch["segment"], x_t, t / self.process.num_steps)
 
-        nats = cross_entropy(logits, x0)
         if self.config.loss == "elbo":
-            clip = self.config.elbo_clip
-            bound = self.process.bound(logits, x0, x_t, t, clip)
-            nats = bound + (CE_SHARE * nats if isinstance(self.process, Kernel) else 0.0)
-        sequence = (nats * scored).sum()
-        chi_hidden = batch["chi_mask"] & scored.any(dim=-1, keepdim=True)
-        chi = evaluate.chi_nats(chi_logits, batch["chi"], batch["aatype"])
-        chi = (chi * chi_hidden).sum()
+            nats = self.process.bound(logits, x0, x_t, t, self.config.elbo_clip)
+            if isinstance(self.process, Kernel):
+                nats = nats + CE_SHARE * cross_entropy(logits, x0)
+        else:
+            nats = cross_entropy(logits, x0)
+        chi_nats = evaluate.chi_nats(chi_logits, batch["chi"], batch["aatype"])
+        sequence = (nats * hidden.scored).sum(dtype=torch.float64)
+        chi = (chi_nats * hidden.chis).sum(dtype=torch.float64)
 
-        counted = self._count(batch, scored)
         total = context.weights or {name: num.clamp(min=1) for name, num in counted.items()}
         loss = sequence / total["sequence"] + self.chi_weight * chi / total["chi"]
         parts = {

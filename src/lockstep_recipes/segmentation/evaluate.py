@@ -30,7 +30,7 @@ TEST_WINDOW = 465
 
 def normalise(image: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn bytes (B, 3, H, W) into what the network sees."""
-    mean, std = (placed(v, image.device).to(dtype) for v in (MEAN, STD))
+    mean, std = (placed(v, image.device, dtype) for v in (MEAN, STD))
     scaled = (image.to(dtype) / 255 - mean) / std
     return scaled.contiguous(memory_format=torch.channels_last)
 

@@ -7,6 +7,7 @@ where LoRM is to look, or the other losses.
 Shapes: B images, H x W pixels, h x w positions on the grid, N = h w, C channels, K classes.
 """
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
@@ -142,11 +143,14 @@ def feature_size(pixels: int) -> int:
 
 def shrink_labels(labels: Tensor) -> Tensor:
     """Take the label that stands at each position of the grid: (B, H, W) to (B, h, w)."""
-    rows, columns = (
-        torch.linspace(0, n - 1, feature_size(n), device=labels.device).round().long()
-        for n in labels.shape[-2:]
-    )
+    rows, columns = (grid_pixels(n, labels.device) for n in labels.shape[-2:])
     return labels[:, rows[:, None], columns]
+
+
+@lru_cache(maxsize=256)
+def grid_pixels(pixels: int, device: torch.device) -> Tensor:
+    """Return the pixel that each position of the grid stands on."""
+    return torch.linspace(0, pixels - 1, feature_size(pixels), device=device).round().long()
 
 
 class ASPP(nn.Module):

@@ -25,6 +25,7 @@ from lockstep_recipes.protein.residues import (
     blosum62,
     build_vocabulary,
     fragments_of,
+    periodic_chis,
 )
 
 RESIDUES = build_vocabulary("residue")
@@ -236,6 +237,30 @@ def test_half_a_turn_is_forgiven_where_it_changes_nothing(name: str, chi: int) -
     nats = evaluate.chi_nats(logits, angles, aatype)[0, 0]
     assert nats[chi] < 1.2
     assert all(nats[index] > 5 for index in range(4) if index != chi)
+
+
+def test_chi_nats_and_their_gradient_are_those_of_the_formula() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 42, 4, 72, generator=draw, dtype=torch.float64)
+    logits[1] = 0.0  # all bins alike: both ways round are as good, and share the gradient
+    angles = (2 * torch.rand(2, 42, 4, generator=draw) - 1) * math.pi
+    aatype = torch.arange(84).view(2, 42) % 21
+    bins, periodic = evaluate.chi_bins(angles), periodic_chis()[aatype]
+
+    def formula(logits: torch.Tensor) -> torch.Tensor:
+        target = torch.eye(72, dtype=logits.dtype)[bins]
+        target = 0.9 * target + 0.05 * (target.roll(1, -1) + target.roll(-1, -1))
+        log_p = logits.log_softmax(-1)
+        straight, turned = (-(log_p * way).sum(-1) for way in (target, target.roll(36, -1)))
+        return torch.where(periodic, torch.minimum(straight, turned), straight)
+
+    found = []
+    for function in (formula, lambda x: evaluate.chi_nats(x, angles, aatype)):
+        leaf = logits.clone().requires_grad_()
+        nats = function(leaf)
+        found.append((nats.detach(), *torch.autograd.grad(nats.square().sum(), leaf)))
+    for expected, seen in zip(*found, strict=True):
+        assert torch.allclose(expected, seen, rtol=0, atol=1e-12)
 
 
 def test_errors_go_around_the_circle_and_neighbouring_bins_share_the_target() -> None:
