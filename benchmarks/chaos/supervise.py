@@ -18,7 +18,9 @@ from chaos import schedule
 from chaos.notes import note
 from chaos.points import LAUNCHER, arm_fork
 
-PRELOAD = ["lockstep.launch.warm", "chaos.points"]
+from lockstep.launch.local import preloaded
+
+PRELOAD = [*preloaded(restarts=1), "chaos.points"]
 MOST_EXTRA = 5
 """Launches after the last leg of the schedule, before the run is given up."""
 
