@@ -17,7 +17,6 @@ from pathlib import Path
 from chaos import schedule
 from chaos.notes import note
 from chaos.points import LAUNCHER, arm_fork
-
 from lockstep.launch.local import preloaded
 
 PRELOAD = [*preloaded(restarts=1), "chaos.points"]
