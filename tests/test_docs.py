@@ -133,10 +133,11 @@ def pages_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.usefixtures("fixed_ports")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("recipe", "command"), recipe_cases(), ids=lambda value: value[:60])
-def test_a_command_of_a_recipes_page_runs(recipe: str, command: str, pages_folder: Path) -> None:
+def test_a_command_of_a_recipes_page_runs(
+    recipe: str, command: str, pages_folder: Path, request: pytest.FixtureRequest
+) -> None:
     """Those that the recipe's own tests start are only looked at."""
     folder = pages_folder / TYPED_IN.get(recipe, recipe)
     plain = re.sub(r"^\w+=\S+ ", "", command)
@@ -151,6 +152,7 @@ def test_a_command_of_a_recipes_page_runs(recipe: str, command: str, pages_folde
         assert shutil.which(str(BIN / started)) or started.endswith("sample_data"), command
     is_known = " ".join(command.split()) in started_elsewhere() or recipe == JUST_PORTS
     if not is_known and started not in NEED_MORE:
+        request.getfixturevalue("fixed_ports")
         ended = in_rehearsal(command, folder)
         assert ended.returncode == 0, f"{recipe}: {command}\n{ended.stdout}\n{ended.stderr}"
 
@@ -161,10 +163,12 @@ def test_the_pages_show_as_many_commands_as_are_looked_at() -> None:
         assert len(commands(ROOT / "recipes" / recipe / "README.md")) == num, recipe
 
 
-def test_a_flag_that_a_page_misspells_would_be_found(tmp_path: Path) -> None:
+def test_a_flag_that_a_page_misspells_would_be_found(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     with pytest.raises(ConfigError, match="--layers"):
         test_a_command_of_a_recipes_page_runs(
-            "segmentation", "python train.py --leyers 50", tmp_path
+            "segmentation", "python train.py --leyers 50", tmp_path, request
         )
 
 

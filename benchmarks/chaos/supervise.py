@@ -17,8 +17,9 @@ from pathlib import Path
 from chaos import schedule
 from chaos.notes import note
 from chaos.points import LAUNCHER, arm_fork
+from lockstep.launch.local import preloaded
 
-PRELOAD = ["lockstep.launch.warm", "chaos.points"]
+PRELOAD = [*preloaded(restarts=1), "chaos.points"]
 MOST_EXTRA = 5
 """Launches after the last leg of the schedule, before the run is given up."""
 

@@ -51,14 +51,14 @@ class Samples:
 
     def __getitem__(self, index):
         time.sleep(READ_S)
-        return torch.ones(1024)
+        return torch.ones(256)
 
 
 class Deep(Task):
     name = "deep"
 
     def build_model(self):
-        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(LAYERS)))
+        return nn.Sequential(*(nn.Linear(256, 256) for _ in range(LAYERS)))
 
     def build_optimizer(self, model, lr):
         return torch.optim.SGD(model.parameters(), lr=lr)
@@ -71,7 +71,8 @@ class Deep(Task):
 
 
 parallel.Averaging.exchange = slow
-sys.exit(fit(Deep(), RunConfig.parse({"epochs": 1, "batch": {"batch_size": 4}})).exit_code)
+small = {"epochs": 1, "batch": {"batch_size": 4}, "gradients": {"bucket_mb": 1}}
+sys.exit(fit(Deep(), RunConfig.parse(small)).exit_code)
 """
 
 
@@ -293,7 +294,7 @@ def test_scaling_is_measured_drawn_and_forecast(
     timeline = found["one_process"]["timeline"]
     assert 0 < ready[0] < ready[1] < ready[2] <= timeline["backward_end_s"]
     for ranks, work in zip((1, 2), found["work"], strict=True):  # 4 samples a rank, 10 layers
-        assert work["operations_each"] == ranks * [4 * [2 * 4 * 1024**2 * (3 * 10 - 1)]]
+        assert work["operations_each"] == ranks * [4 * [2 * 4 * 256**2 * (3 * 10 - 1)]]
         assert 0 < work["mfu"] < 1
     assert found["measured_link"]["bytes_per_s"] > 1e7
     (made,) = found["forecasts"]

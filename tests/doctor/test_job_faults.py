@@ -268,7 +268,6 @@ def test_a_loader_slower_than_the_step_is_said(judge: Any) -> None:
     assert "reading limits" in named(results, "loader").evidence
 
 
-@pytest.mark.usefixtures("fixed_ports")
 @pytest.mark.parametrize(
     ("change", "name"),
     [

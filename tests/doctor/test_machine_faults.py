@@ -19,13 +19,17 @@ from lockstep.doctor.command import Command
 from lockstep.doctor.machine import read_driver
 from lockstep.doctor.network import port_free
 from lockstep.doctor.report import Result
+from lockstep.testing import free_port
 
 replace = dataclasses.replace
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.usefixtures("fixed_ports")  # or another test has the port that guides name
-def test_nothing_is_red_on_a_healthy_machine(healthy: Patient, without_gpu: Patient) -> None:
+def test_nothing_is_red_on_a_healthy_machine(
+    healthy: Patient, without_gpu: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The one that guides name, another test may have.
+    monkeypatch.setattr("lockstep.doctor.network.DEFAULT_PORT", free_port())
     for patient in (healthy, without_gpu, replace(healthy, command=None, found=None)):
         results = verdicts(patient)
         assert red(results) == set(), results
@@ -224,7 +228,6 @@ def test_a_launcher_replaces_what_another_left_behind(healthy: Patient) -> None:
     assert "replaces RANK, WORLD_SIZE" in named(results, "variables").evidence
 
 
-@pytest.mark.usefixtures("fixed_ports")
 def test_kernels_that_wait_are_a_warning(healthy: Patient) -> None:
     results = verdicts(replace(healthy, env={"CUDA_LAUNCH_BLOCKING": "1"}))
     assert yellow(results) == {"variables"}
@@ -268,7 +271,6 @@ def test_a_network_that_is_not_there(env: dict[str, str], words: str, healthy: P
     assert named(results, "all-reduce").status == "skip"
 
 
-@pytest.mark.usefixtures("fixed_ports")
 def test_a_host_that_does_not_know_itself(
     healthy: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,16 @@ Whatever a test starts is in a process group of its own, and is ended with it.
 
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,15 @@ import psutil
 import pytest
 import torch
 
+from lockstep.cli.main import main
 from lockstep.testing import _warm_up, free_port
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
+LOCKSTEP = "lockstep"
+LAUNCH = (LOCKSTEP, "launch", "--gpus")
 LIMIT_S = 90.0
-LAUNCH_LOCALLY = (
+LAUNCH_AFRESH = (
     "import sys; from lockstep.launch.local import LaunchRequest, launch; "
     "sys.exit(launch(LaunchRequest(tuple(sys.argv[1:]), 2)))"
 )
@@ -48,6 +54,59 @@ def last_step(folder: Path, rank: int = 0) -> int:
     return max((event["step"] for event in steps if event["event"] == "step"), default=-1)
 
 
+class Forked:
+    """`lockstep WORDS` in a process forked from here, where torch is imported already.
+
+    That is most of what starting the program would take; `tests/test_docs.py` starts it.
+    """
+
+    def __init__(self, words: Sequence[str], output: Path, env: Mapping[str, str]) -> None:
+        self.args = ["lockstep", *words]
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=_be_lockstep, args=(self.args, output, env))
+        self.process.start()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+        with contextlib.suppress(OSError):  # who of the two is first, does it
+            os.setpgid(self.pid, self.pid)
+
+    def poll(self) -> int | None:
+        """Return the exit code, if there is one."""
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.process.exitcode
+
+
+def _be_lockstep(words: Sequence[str], output: Path, env: Mapping[str, str]) -> None:
+    """Be as the program is when it starts: without what pytest has put up, or other tests."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    write_to(output)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    warnings.simplefilter("ignore")
+    logging.getLogger().handlers.clear()
+    for handler in logging.getLogger("torch").handlers:  # it keeps the stream it was made with
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+    vars(forkserver._forkserver).update(vars(forkserver.ForkServer()))  # type: ignore[attr-defined]
+    os.environ.update(env)
+    sys.argv = list(words)
+    main()
+
+
+def write_to(output: Path) -> None:
+    """Put a file in the place of both streams."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+
+
 class Started:
     """A command that runs in a process group of its own, with its output in a file."""
 
@@ -55,15 +114,21 @@ class Started:
         self.output = output
         # A machine's proxies or threads are no business of these tests; one thread per rank is.
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-        with output.open("wb") as file:
-            self.process = subprocess.Popen(
-                [str(word) for word in command],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=variables,
-                start_new_session=True,
-            )
+        words = [str(word) for word in command]
+        self.process: Forked | subprocess.Popen[bytes]
+        if words[0] == LOCKSTEP:
+            output.touch()
+            self.process = Forked(words[1:], output, variables)
+        else:
+            with output.open("wb") as file:
+                self.process = subprocess.Popen(
+                    words,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    env=variables,
+                    start_new_session=True,
+                )
         self.pid = self.process.pid
         self.family: set[psutil.Process] = set()
 
@@ -160,10 +225,7 @@ def _be_rank(action: Callable[[], Any], output: Path, variables: Mapping[str, st
     from lockstep.runtime import leave_process
 
     torch.set_num_threads(1)
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    write_to(output)
     os.environ.update(variables)
     leave_process(action() or 0)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import BIN, HERE, LAUNCH_LOCALLY, Start, last_step, wait_until
+from processes import HERE, LAUNCH, LAUNCH_AFRESH, Start, last_step, wait_until
 
 from lockstep.checkpoint import CheckpointStore
 from lockstep.errors import LaunchError
@@ -21,7 +21,6 @@ from lockstep.launch import roll_call
 from lockstep.launch.local import follow_log
 from lockstep.testing import free_port, run_ranks
 
-LAUNCH = (BIN / "lockstep", "launch", "--gpus")
 TRAIN = HERE / "train_and_save.py"
 
 
@@ -145,7 +144,7 @@ def test_a_rank_that_the_agent_had_to_kill_is_not_taken_for_the_cause(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "deaf.py").write_text(DEAF)
-    launched = start(sys.executable, "-c", IMPATIENT + LAUNCH_LOCALLY, "deaf.py")
+    launched = start(sys.executable, "-c", IMPATIENT + LAUNCH_AFRESH, "deaf.py")
     assert launched.finish() == 1, launched.text
     said = f"lockstep: rank 0 on {socket.gethostname()}: ZeroDivisionError: the planted fault"
     assert said in launched.text, launched.text

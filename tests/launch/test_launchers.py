@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meet import meet
-from processes import BIN, HERE, LAUNCH_LOCALLY, Fork, Start
+from processes import BIN, HERE, LAUNCH, Fork, Start
 
 from lockstep.errors import LaunchError
 from lockstep.runtime import World, group_timeout_s
@@ -92,7 +92,7 @@ LAUNCHERS = {
         *(BIN / "accelerate", "launch", "--config_file", "{folder}/accelerate.yaml"),
         "--main_process_port={port}",
     ),
-    "lockstep": (sys.executable, "-c", LAUNCH_LOCALLY),
+    "lockstep": (*LAUNCH, "2"),
 }
 
 

@@ -1,16 +1,15 @@
 """`lockstep run RECIPE --gpus 2`: from the command line to two ranks and one exit code."""
 
 import json
-import sys
 from pathlib import Path
 
-from processes import BIN, LAUNCH_LOCALLY, Start
+from processes import LAUNCH, LOCKSTEP, Start
 
 
 def test_a_recipe_trains_on_two_ranks_and_a_hopeless_request_is_refused_once(
     tmp_path: Path, start: Start
 ) -> None:
-    jit = (BIN / "lockstep", "run", "jit", "--gpus", "2", "--num_workers", "0")
+    jit = (LOCKSTEP, "run", "jit", "--gpus", "2", "--num_workers", "0")
     sizes = ("--batch_size", "4", "--epochs", "1", "--output_dir")
     rehearsed = start(*jit, *sizes, tmp_path, env={"LOCKSTEP_REHEARSAL": "1"})
     refused = start(*jit, *sizes, tmp_path / "other", "--data_path", tmp_path / "nowhere")
@@ -33,6 +32,6 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path, start: Start) -> None:
     script.write_text(
         "import os, time\nos.environ['RANK'] == '1' and os.kill(os.getpid(), 9)\ntime.sleep(60)\n"
     )
-    launched = start(sys.executable, "-c", LAUNCH_LOCALLY, script)
+    launched = start(*LAUNCH, "2", script)
     assert launched.finish() == 137
     assert "lockstep: rank 1 was ended by SIGKILL\n  try: the same command" in launched.text

@@ -11,7 +11,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import BIN, HERE, LAUNCH_LOCALLY, Fork, Ranks, Start, Started, last_step, wait_until
+from processes import (
+    BIN,
+    HERE,
+    LAUNCH,
+    LAUNCH_AFRESH,
+    Fork,
+    Ranks,
+    Start,
+    Started,
+    last_step,
+    wait_until,
+)
 from train_slowly import main
 
 from lockstep.checkpoint import CheckpointStore
@@ -149,7 +160,7 @@ def test_ctrl_c_at_the_terminal_saves_and_leaves_no_one_behind(
 ) -> None:
     launcher = [BIN / "torchrun", "--standalone", "--nproc_per_node=2"]
     if by == "lockstep":
-        launcher = [sys.executable, "-c", LAUNCH_LOCALLY]
+        launcher = [*LAUNCH, "2"]
     ranks = start(*launcher, TRAIN, tmp_path, "0.05", "1")
     wait_for_step(tmp_path, 2, ranks)
     assert len(ranks.look_around()) >= 4  # two ranks, each with a loader worker
@@ -168,7 +179,7 @@ def test_our_launcher_passes_a_signal_on_and_keeps_its_exit_code(
     number: signal.Signals, reaches_all: bool, tmp_path: Path, start: Start
 ) -> None:
     """SLURM signals every process of a step, and so does a terminal that is closed."""
-    ranks = start(sys.executable, "-c", LAUNCH_LOCALLY, TRAIN, tmp_path, "0.05", "1")
+    ranks = start(*LAUNCH, "2", TRAIN, tmp_path, "0.05", "1")
     wait_for_step(tmp_path, 2, ranks)
     for process in ranks.look_around() if reaches_all else ():
         process.send_signal(number)
@@ -185,7 +196,7 @@ def test_our_launcher_lives_through_the_hangup_that_nohup_is_for(
     tmp_path: Path, start: Start
 ) -> None:
     words = (HERE / "train_and_save.py", tmp_path, "--step_s=0.05")
-    ranks = start("nohup", sys.executable, "-c", LAUNCH_LOCALLY, *words)
+    ranks = start("nohup", sys.executable, "-c", LAUNCH_AFRESH, *words)
     wait_for_step(tmp_path, 2, ranks)
     os.killpg(ranks.pid, signal.SIGHUP)
     assert ranks.finish(60) == 0, ranks.text
@@ -196,7 +207,7 @@ def test_our_launcher_lives_through_the_hangup_that_nohup_is_for(
 
 
 def test_one_failing_rank_ends_all_within_seconds(tmp_path: Path, start: Start) -> None:
-    ranks = start(sys.executable, "-c", LAUNCH_LOCALLY, TRAIN, tmp_path, "0.01", "0", "3")
+    ranks = start(*LAUNCH, "2", TRAIN, tmp_path, "0.01", "0", "3")
     wait_for_step(tmp_path, 3, ranks)
     ranks.look_around()
     began = time.monotonic()
@@ -209,7 +220,7 @@ def test_one_failing_rank_ends_all_within_seconds(tmp_path: Path, start: Start) 
 def test_an_error_on_all_ranks_is_said_once_without_a_traceback(
     tmp_path: Path, start: Start
 ) -> None:
-    ranks = start(sys.executable, "-c", LAUNCH_LOCALLY, TRAIN, tmp_path, "refused")
+    ranks = start(*LAUNCH, "2", TRAIN, tmp_path, "refused")
     assert ranks.finish() == 2, ranks.text
     assert ranks.text.count("the planted folder cannot be read") == 1, ranks.text
     assert "lockstep: the planted folder cannot be read\n  try: another folder\n" in ranks.text

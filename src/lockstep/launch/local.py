@@ -77,7 +77,7 @@ def launch(command: LaunchRequest) -> int:
     if command.num_nodes > 1:  # restarted workers must not find the addresses of the dead
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with _as_nobody(), _ignored(heard):
-        multiprocessing.set_forkserver_preload(["lockstep.launch.warm"])
+        multiprocessing.set_forkserver_preload(preloaded(command.restarts))
         forkserver.ensure_running()  # it imports torch while we do
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -105,6 +105,15 @@ def launch(command: LaunchRequest) -> int:
         if command.logs is None:
             shutil.rmtree(agent._logs_specs.root_log_dir, ignore_errors=True)  # a temporary folder
     return int(agent.exit_code) if result.is_failed() else 0
+
+
+def preloaded(restarts: int) -> list[str]:
+    """Return what is imported once, in the process that forks the ranks.
+
+    Exact mode asks for torch's compiler, which takes over a second to import: better once than in
+    every rank that goes on; where none does, better only in those that ask.
+    """
+    return ["lockstep.launch.warm", *(["torch._dynamo"] if restarts else [])]
 
 
 def _check(command: LaunchRequest) -> None:

@@ -69,8 +69,8 @@ def build(argv: Sequence[str]) -> tuple[JiTTask, RunConfig]:
     args = flags().read(argv)
     task_config(JiTConfig, args)  # before anything is drawn
     if is_rehearsal():
-        rehearse(args, "JiT-T/4 at 16 px", f"{args.variant} at {args.image_size} px")
-        args.variant, args.image_size, args.sample_steps = "JiT-T/4", 16, 4
+        rehearse(args, "JiT-T/4 at 8 px", f"{args.variant} at {args.image_size} px")
+        args.variant, args.image_size, args.sample_steps = "JiT-T/4", 8, 4
         args.num_fid_samples, args.grid = 16, 4
         if not Path(args.data).exists():
             args.data = _sample_data(args, REHEARSAL_IMAGES, seed=0)  # the next one's, too

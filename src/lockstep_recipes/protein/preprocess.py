@@ -95,31 +95,30 @@ def run(argv: Sequence[str]) -> str:
     lists = (
         read_splits(Path(args.splits), names) if args.splits else shuffle(names, ratios, args.seed)
     )
-    num_removed = remove_others(folder, set(names), lists)
+    for split in {*SPLIT_FILES.values()} - {*lists}:  # an earlier call's, of other chains
+        (folder / f"{split}.txt").unlink(missing_ok=True)
     for split, listed in lists.items():
         (folder / f"{split}.txt").write_text("\n".join([*listed, ""]))
     counts = ", ".join(f"{split} {len(listed)}" for split, listed in lists.items())
     lines = [f"{folder}: {len(names)} chains ({counts}), {len(left_out)} left out"]
-    lines += [f"  removed {num_removed} of an earlier call"] if num_removed else []
+    others = others_in(folder, set(names))
+    if others:
+        lines.append(
+            f"  {len(others)} more of an earlier call are still there ({', '.join(others[:3])}): "
+            "a run without lists takes them too; try: another --output_dir, or remove them"
+        )
     return "\n".join([*lines, *(f"  left out: {reason}" for reason in left_out[:5])])
 
 
-def remove_others(folder: Path, names: Collection[str], lists: Collection[str]) -> int:
-    """Remove the entries and lists of an earlier call; return how many entries.
-
-    Without lists a run takes every entry: one whose structure is gone, or that the limits of
-    now leave out, would be trained on. What is no entry stays.
-    """
-    num_removed = 0
-    for path in folder.glob("*.pt"):
+def others_in(folder: Path, names: Collection[str]) -> list[str]:
+    """Return the entries that this call did not write: of structures since removed or left out."""
+    others = []
+    for path in sorted(folder.glob("*.pt")):
         if path.name.removesuffix(".pt") not in names:
-            with suppress(DataError):
+            with suppress(DataError):  # what is no entry is no business of ours
                 read_header(path)
-                path.unlink()
-                num_removed += 1
-    for split in set(SPLIT_FILES.values()) - set(lists):
-        (folder / f"{split}.txt").unlink(missing_ok=True)
-    return num_removed
+                others.append(path.name)
+    return others
 
 
 def shuffle(

@@ -75,7 +75,7 @@ def is_learned(measured: dict[str, float]) -> bool:
 def test_four_episodes_are_learned_and_exchanged_instructions_hurt(
     tmp_path: Path, make_task, settings
 ) -> None:
-    measured = overfit(tmp_path, settings, AtlasTask, 300, make_task)
+    measured = overfit(tmp_path, settings, AtlasTask, 240, make_task)
     assert is_learned(measured)
     assert measured["pose_l1"] < measured["repeat_pose_l1"] < measured["mean_pose_l1"]
     assert measured["swapped_pose_l1"] > 10 * measured["pose_l1"]
