@@ -143,7 +143,7 @@ def test_a_pack_of_json_lines_becomes_a_cache(tmp_path: Path) -> None:
     assert len(open_cache(tmp_path / "cache").train) == 2
 
 
-def test_a_cache_that_is_written_again_holds_nothing_of_before(tmp_path: Path) -> None:
+def test_a_cache_that_is_written_again_says_what_is_left_of_before(tmp_path: Path) -> None:
     """Without lists all of its entries are trained on, those that are no longer wanted too."""
     pack, cache, splits = (tmp_path / name for name in ("pack.jsonl", "cache", "splits.json"))
     argv = ["--jsonl", str(pack), "--output_dir", str(cache)]
@@ -155,7 +155,7 @@ def test_a_cache_that_is_written_again_holds_nothing_of_before(tmp_path: Path) -
     said = preprocess.run([*argv, "--splits", str(splits)])
     lists = sorted(path.name for path in cache.glob("*.txt"))
     assert lists == ["train.txt"], "another call's lists are of other chains"
-    assert "8 more of an earlier call are still there (3abc.pt" in said
+    assert "8 more of an earlier call are still there (0abc.pt" in said
     assert "own.pt" not in said
 
 
