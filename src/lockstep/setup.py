@@ -295,7 +295,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         together(world, lambda: run.restore(checkpoint))
         together(world, lambda: _settle(store, checkpoint, world))
     if config.compile:
-        task.compile(model)
+        task.compile(model, {"triton.cudagraphs": config.compile == "graphs"})
     if config.exact:
         run.leaf_sum = LeafSum(model, world, task.gathers)
     run.numerics = fingerprint(world.device)

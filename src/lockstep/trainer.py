@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+import torch
+
 from lockstep.agreement import raise_together, together
 from lockstep.config import Cadence, RunConfig
 from lockstep.data.loader import StepBatch
@@ -139,6 +141,8 @@ class Trainer:
         run, config = self.run, self.run.config
         talks = run.task.gathers or config.sync_batch_norm or config.parallel == "fsdp"
         is_alone = run.world.size == 1 or not talks
+        if config.compile == "graphs":
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         try:
             report = train_step(
                 run.task.loss,
