@@ -51,7 +51,7 @@ def test_plain_python_is_one_process() -> None:
 
 
 def test_torchrun_is_taken_at_its_word() -> None:
-    assert detect_launch(TORCHRUN) == Launch(5, 8, 1, 4, "10.0.0.7", 29400, "torchrun")
+    assert detect_launch(TORCHRUN) == Launch(5, 8, 1, 4, "10.0.0.7", 29400, "torchrun", "none")
 
 
 def test_the_five_variables_by_hand_are_enough() -> None:

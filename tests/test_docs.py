@@ -172,7 +172,9 @@ def test_the_snippet_on_the_front_page_trains(
     monkeypatch.chdir(tmp_path)
     x = torch.randn(64, 8)
     samples = [{"x": row, "y": row.sum()[None]} for row in x]
-    exec(compile(snippet, "README.md", "exec"), {"samples": samples})
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(snippet, "README.md", "exec"), {"samples": samples})
+    assert ended.value.code == 0
     assert (tmp_path / "run" / "checkpoints" / "step_00000020" / "model.safetensors").exists()
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep import World
+from lockstep import PartialLoss, World
 from lockstep.data.loader import LoaderConfig
 from lockstep.evaluation import evaluate, evaluating
 from lockstep.randomness import seed_all
 from lockstep.task import Context
-from lockstep.testing import TinyTask, run_ranks
+from lockstep.testing import FakeWorld, TinyTask, run_ranks
 
 EXACT = 1e-12
 
@@ -77,6 +77,17 @@ class MeanOfMeansTask(EvaluatedTask):
     def evaluate(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> Any:
         part = super().evaluate(model, batch, context)
         return {"loss": (part.loss_sum / part.weight, 1.0)}
+
+
+class FractionTask(TinyTask):
+    """Counts in hundredths, as importance weights may be: a batch has less than one of them."""
+
+    def weights(self, batch: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
+        return {"units": batch["units"].sum() / 100}
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        part = super().loss(model, batch, context)
+        return PartialLoss(part.loss_sum / 100 / context.weights["units"], 1.0)
 
 
 class CountingTask(EvaluatedTask):
@@ -201,6 +212,14 @@ def test_every_module_goes_back_to_the_mode_it_was_in_also_after_an_error() -> N
         fail()
     assert torch.is_grad_enabled()
     assert [module.training for module in model.modules()] == [True, True, False, False]
+
+
+def test_terms_are_divided_by_what_they_were_counted_to_be_also_below_one() -> None:
+    task, options = FractionTask(num_held_out=5), {"batch_size": 5, "seed": 0, "step": 0}
+    seed_all(0, "weights")
+    model, world = task.build_model(), FakeWorld()
+    found = evaluate(task, model, task.eval_data(), world, loader=LoaderConfig(), **options)
+    assert found["loss"] == pytest.approx(by_hand(), rel=EXACT)
 
 
 def test_the_comparison_sees_a_mean_of_means() -> None:

@@ -75,3 +75,16 @@ def test_the_changed_script_goes_on_after_a_kill(tmp_path: Path, ranks_after: in
             assert torch.equal(weights(tmp_path / "killed")[name], weight), name
         else:
             assert (weights(tmp_path / "killed")[name] - weight).abs().max() < 1e-5, name
+
+
+def in_folders_of_their_own(folder: Path) -> None:
+    """Run the example on a machine that shares no folder with the other."""
+    own = folder / os.environ["RANK"]
+    own.mkdir(exist_ok=True)
+    in_folder("five_lines.py", own)
+
+
+def test_ranks_that_found_different_checkpoints_do_not_train(tmp_path: Path) -> None:
+    run_ranks(2, in_folders_of_their_own, tmp_path)
+    with pytest.raises(RuntimeError, match="different places to begin: step 40 .* step 0"):
+        run_ranks(2, in_folders_of_their_own, tmp_path)

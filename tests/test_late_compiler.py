@@ -29,10 +29,10 @@ print(json.dumps({"loaded": loaded, "files": len(sys.modules)}))
 """
 
 WATCHED = """
-import json, sys
+import functools, json, sys
 import torch
 from torch import nn
-from lockstep.late_compiler import defer_compiler, step
+from lockstep.late_compiler import bare_step, defer_compiler, step
 
 def told():  # whether torch has asked the compiler to leave `zero_grad` alone
     function = torch.optim.Optimizer.zero_grad.__wrapped__
@@ -70,6 +70,10 @@ seen["real"] = torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
 optimizer, weight = one()
 step(optimizer)
 seen["moved late"] = weight.tolist()
+
+ours = torch.optim.SGD.step
+torch.optim.SGD.step = functools.wraps(ours)(lambda self: ours(self))
+seen["watched class"] = bare_step(one()[0]) is None
 print(json.dumps(seen))
 """
 
@@ -80,7 +84,10 @@ from lockstep.late_compiler import defer_compiler
 
 defer_compiler()
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0)
+assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
 assert "torch._dynamo" not in sys.modules
+torch._dynamo.utils.counters.clear()
+assert "torch._dynamo" in sys.modules
 double = torch.compile(lambda x: 2 * x, backend="eager")
 six = float(double(torch.tensor(3.0)))
 print(json.dumps({"six": six, "real": torch._dynamo.__file__ is not None}))
@@ -123,6 +130,7 @@ def test_who_looks_on_at_a_step_is_not_passed_over() -> None:
         "told": True,
         "real": True,
         "moved late": [0.0, 0.0],
+        "watched class": True,
     }
 
 

@@ -189,6 +189,20 @@ def test_another_number_of_ranks_keeps_the_global_batch_and_the_rate(world_size:
     assert moved.plan.accumulate == math.ceil(4 / world_size)
 
 
+def test_a_run_goes_on_again_and_again_on_other_ranks_than_it_began_on() -> None:
+    def on(world_size: int, accumulate: int = 1) -> Contract:
+        fresh = contract(world_size, accumulate=accumulate)
+        return replace(fresh, lr_scaling="linear", effective_lr=1e-3 * world_size)
+
+    began = moved = on(4)
+    for world_size in (2, 2, 3, 1, 1, 4, 4):
+        moved = Contract.from_json(resume_contract(moved, on(world_size), False).to_json())
+        assert moved.plan.world_size == world_size
+        assert (moved.plan.global_batch, moved.effective_lr) == (16, began.effective_lr)
+    with pytest.raises(ConfigError, match="global_batch 16 -> 32"):
+        resume_contract(moved, on(4, accumulate=2), accept_changes=False)
+
+
 @pytest.mark.parametrize(
     ("fresh", "said"),
     [

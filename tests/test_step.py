@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lockstep import Loader, PartialLoss, train_step
 from lockstep.data.loader import StepBatch
-from lockstep.non_finite import unbroken
+from lockstep.errors import ConfigError
+from lockstep.non_finite import divide, unbroken
 from lockstep.plan import BatchConfig, plan_batches
 from lockstep.progress import StepReport
 from lockstep.randomness import seed_all
@@ -160,3 +161,36 @@ def test_a_step_repeats_bit_for_bit() -> None:
     torch.rand(17)
     assert torch.equal(step(noisy)[2], first)
     assert not torch.equal(step(noisy, seed=1)[2], first)
+
+
+def test_parts_that_differ_within_a_step_are_refused() -> None:
+    model, optimizer = build()
+
+    def loss(model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = TinyTask().loss(model, batch, context)
+        return PartialLoss(made.loss_sum, made.weight, {"odd": (1.0, 1.0)} if context.place else {})
+
+    with pytest.raises(ConfigError, match="different parts of the loss: none and odd"):
+        train_step(loss, model, optimizer, first_batch(), FakeWorld())
+
+
+def test_a_step_that_fails_leaves_no_gradient_behind() -> None:
+    model, optimizer = build()
+
+    def loss(model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        if context.place:
+            raise ZeroDivisionError
+        return TinyTask().loss(model, batch, context)
+
+    with pytest.raises(ZeroDivisionError):
+        train_step(loss, model, optimizer, first_batch(), FakeWorld())
+    assert [p.grad for p in model.parameters() if p.grad is not None] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_gradients_of_any_precision_are_divided_by_all_of_the_divisor(dtype: torch.dtype) -> None:
+    grads = [torch.full((3,), 1027.0, dtype=dtype), torch.full((2,), 1027.0)]
+    wanted = [grad.double() / 100_001.0 for grad in grads]
+    divide(grads, torch.tensor(100_001.0, dtype=torch.float64))
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad.double(), want, rtol=torch.finfo(grad.dtype).eps, atol=0)

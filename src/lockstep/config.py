@@ -143,8 +143,7 @@ class RunConfig(BaseModel):
             raise ValueError("exact adds whole gradients, fsdp cuts them: set parallel to ddp")
         if self.exact and self.sync_batch_norm:
             raise ValueError(
-                "exact normalises each micro-batch by itself, sync_batch_norm those of all ranks "
-                "together: set one of the two to false"
+                "exact normalises a micro-batch, sync_batch_norm all: set one of the two to false"
             )
         return self
 

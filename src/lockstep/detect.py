@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.errors import LaunchError
 
@@ -23,6 +24,9 @@ class Launch:
     head: str = "localhost"
     port: int | None = None
     launcher: str = "python"
+    job: str = ""
+    """What starts this command, and again when it dies: a job, or an agent."""
+    is_again: bool = False
 
 
 # One row per way to be started: which variables hold rank, size, local rank and
@@ -62,7 +66,7 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
     if local_rank_argument is not None and local_rank_argument < 0:
         local_rank_argument = None
     if not found:
-        return Launch(local_rank=local_rank_argument or 0)
+        return Launch(local_rank=local_rank_argument or 0, **_started(env))
 
     # torchrun under srun: the step's tasks are nodes, and torchrun knows its own ranks better.
     under_torchrun = "TORCHELASTIC_RUN_ID" in env
@@ -96,7 +100,15 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
         head=head or "localhost",
         port=int(port) if port else None,
         launcher="torchrun" if under_torchrun else launcher,
+        **_started(env),
     )
+
+
+def _started(env: Mapping[str, str]) -> dict[str, Any]:
+    """Say who starts this command, and whether it is not for the first time."""
+    counts = [env.get(f"{who}_RESTART_COUNT") for who in ("TORCHELASTIC", "SLURM", "LOCKSTEP")]
+    job = env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID", "")
+    return {"job": job, "is_again": any(count not in (None, "", "0") for count in counts)}
 
 
 def _read_rows(env: Mapping[str, str]) -> list[tuple[str, _Row]]:

@@ -89,8 +89,8 @@ def evaluate(
             place = micro_batch.leaf.place
             seed_torch(world.device, seed, "torch", "evaluation", place)
             context = Context(world, seed, step, place, training=False, counts=micro_batch.counts)
-            counted = task.weights(micro_batch.data, context)
-            own = {name: number(n, world.device).clamp(min=1) for name, n in counted.items()}
+            counted = task.weights(micro_batch.data, context).items()
+            own = {k: (n := number(v, world.device)).masked_fill(n <= 0, 1) for k, v in counted}
             with autocast or nullcontext():
                 result = task.evaluate(model, micro_batch.data, replace(context, weights=own))
             if not micro_batch.counts:  # and comes first: what it has left in the metrics goes

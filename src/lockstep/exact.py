@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.order import share
 from lockstep.errors import ConfigError
@@ -115,7 +115,7 @@ class LeafSum:
         self._last: Node | None = None
         self._buckets: list[Bucket] = []
         self.num_sent = 0
-        self.has_failed = False
+        self.has_failed = True  # until a step begins
 
     def begin(self, num_leaves: int) -> None:
         """Start a step anew; whatever is left of one that failed is dropped."""
@@ -123,6 +123,14 @@ class LeafSum:
         self._buckets, self._last = [], None
         self.num_sent, self.has_failed = 0, False
         self._statistics.begin()
+
+    def raise_if_unused(self) -> None:
+        """Refuse a step that was taken without us: ranks would keep gradients of their own."""
+        if self.has_failed:
+            raise ConfigError(
+                "exact=true, but this loop's steps do not sum gradients in exact mode",
+                "train_step(..., leaf_sum=run.leaf_sum), or trainer.step(batch)",
+            )
 
     @contextmanager
     def leaf(self, micro_batch: "MicroBatch", is_last: bool) -> Iterator[None]:
@@ -248,7 +256,7 @@ class Statistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [m for m in model.modules() if isinstance(m, _NormBase)]
+        layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
         self._layers = [layer for layer in layers if layer.running_mean is not None]
         pairs = [(m.running_mean, m.running_var) for m in self._layers]
         self._values = [b for pair in pairs for b in pair if b is not None]

@@ -10,8 +10,8 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -25,9 +25,11 @@ class _Late(ModuleType):
     """What `torch._dynamo` is until it is imported, which any question but one does."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "utils" and COMPILER not in sys.modules:
-            return SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default
-        return getattr(importlib.import_module(COMPILER), name)
+        if name == "utils" and self.__name__ == COMPILER and COMPILER not in sys.modules:
+            return _Late(f"{COMPILER}.utils")
+        if name == "get_optimize_ddp_mode" and COMPILER not in sys.modules:
+            return lambda: "ddp_optimizer"  # the default
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 def defer_compiler() -> None:
@@ -56,25 +58,26 @@ def _call(method: Callable[..., Any], function: Callable[..., Any], *args: Any, 
     return method(*args, **kw)
 
 
-def is_plain(optimizer: Optimizer) -> bool:
-    """Say whether its step is torch's own, and nobody looks on."""
+def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
+    """Return its step without what torch wraps around it; None if not torch's own, or watched."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-    is_own = type(optimizer) in (Adam, AdamW, SGD) and "step" not in vars(optimizer)
-    return is_own and not hooks
+    if type(optimizer) not in (Adam, AdamW, SGD) or "step" in vars(optimizer) or hooks:
+        return None
+    layers, bare = [], cast(Any, type(optimizer).step)
+    while hasattr(bare, "__wrapped__"):
+        layers.append(bare.__code__.co_name)
+        bare = bare.__wrapped__
+    # Hooks and the profiler; whether gradients flow, and the import.
+    return bare if layers == ["wrapper", "_use_grad"] else None
 
 
 def step(optimizer: Optimizer) -> None:
     """Do as `optimizer.step()`, which imports the compiler to tell it that a graph ends here."""
-    kind, layers = type(optimizer), []
-    bare: Any = kind.step
-    while hasattr(bare, "__wrapped__"):
-        layers.append(bare.__code__.co_name)
-        bare = bare.__wrapped__
-    known = layers == ["wrapper", "_use_grad"]  # hooks and the profiler; gradients, and the import
-    if COMPILER in sys.modules or not (known and is_plain(optimizer)):
+    bare, name = bare_step(optimizer), type(optimizer).__name__
+    if COMPILER in sys.modules or bare is None:
         optimizer.step()
         return
-    named = torch.autograd.profiler.record_function(f"Optimizer.step#{kind.__name__}.step")
+    named = torch.autograd.profiler.record_function(f"Optimizer.step#{name}.step")
     with named, torch.set_grad_enabled(optimizer.defaults["differentiable"]):
         bare(optimizer)

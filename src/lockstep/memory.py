@@ -3,15 +3,16 @@
 Owns: how ranks agree that it did not fit, and the smaller pieces. Does not own: the step.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.agreement import raise_together
-from lockstep.errors import OutOfMemoryError
+from lockstep.errors import ConfigError, OutOfMemoryError
 from lockstep.parallel import answer_exchanges
 from lockstep.runtime import World
 
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
     from lockstep.observe.events import EventLog
     from lockstep.setup import Run
 
-T = TypeVar("T")
+Passes = tuple[list[Tensor], list[str], float | None]
+"""What a step's passes return: rows of numbers, the names of the parts in them, the weight."""
 
 
-def fit_together(work: Callable[[], T], model: nn.Module, world: World) -> T:
+def fit_together(work: Callable[[], Passes], model: nn.Module, world: World) -> Passes:
     """Do `work`; if it does not fit in memory on one rank, fail on all alike. Collective.
 
     The rank that failed first answers the exchanges the others are still waiting in.
+    In passing ranks compare the names of their parts: numbers are to be added up by place.
     """
     problem = ""
     try:
@@ -38,11 +41,16 @@ def fit_together(work: Callable[[], T], model: nn.Module, world: World) -> T:
     if problem:
         model.zero_grad(set_to_none=True)
         answer_exchanges(model)
-    if world.all_max(int(bool(problem)))[0]:
-        model.zero_grad(set_to_none=True)  # what the others have is not all of it
+    label = 0 if problem else zlib.crc32(repr(result[1]).encode())
+    failed, highest, lowest = world.all_max(int(bool(problem)), label, -label)
+    if failed:
         raise_together(
             world, OutOfMemoryError(problem, "a smaller batch_size") if problem else None
         )
+    if highest != -lowest:
+        said = " and ".join(sorted(set(world.all_texts(", ".join(result[1]) or "none"))))
+        problem = f"ranks have different parts of the loss in one step: {said}"
+        raise ConfigError(problem, "the same on all, with a sum and a weight of 0 for nothing")
     return result
 
 

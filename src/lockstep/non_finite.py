@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lockstep import late_compiler
 from lockstep.agreement import together
-from lockstep.errors import NonFiniteError
+from lockstep.errors import CheckpointError, NonFiniteError
+from lockstep.parallel import bare
 
 if TYPE_CHECKING:
     from lockstep.observe.events import EventLog
@@ -50,7 +51,7 @@ def move(
         return
     fused: Any = optimizer  # it asks on the device
     fused.found_inf = bad
-    if late_compiler.is_plain(fused) and grads[0].dtype == torch.float32:
+    if late_compiler.bare_step(fused) and grads[0].dtype == torch.float32:
         fused.grad_scale = divisor.float()  # nobody looks at the gradients before it divides them
     else:
         divide(grads, divisor)
@@ -59,8 +60,20 @@ def move(
 
 
 def divide(grads: list[Tensor], divisor: Tensor) -> None:
-    """Divide all gradients in place."""
-    torch._foreach_div_(grads, divisor.to(grads[0].dtype))
+    """Divide all gradients in place; half precision would not hold the divisor."""
+    torch._foreach_div_(grads, divisor.to(torch.promote_types(grads[0].dtype, torch.float32)))
+
+
+def begin_momentum(optimizer: Optimizer) -> None:
+    """Give a fused SGD no momentum before its first step.
+
+    Were that one left out on the device, torch would go on with whatever lay in memory.
+    """
+    if isinstance(optimizer, SGD) and not optimizer.state:
+        for group in optimizer.param_groups:
+            if group["fused"] and group["momentum"] and not group["dampening"]:
+                for p in (p for p in group["params"] if p.requires_grad):
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def is_finite(report: "StepReport", run: "Run") -> bool:
@@ -76,6 +89,19 @@ class LeftOut:
     def __init__(self, run: "Run", events: "EventLog") -> None:
         self.run, self.events = run, events
         self.num = 0
+        self._buffers: list[Tensor] = []
+
+    def latch(self) -> Tensor | None:
+        """Return what `train_step` takes as `broken`; without it every step is looked at."""
+        run, device = self.run, self.run.world.device
+        if run.config.on_non_finite == "stop" and device.type == "cuda" and not run.scaler:
+            run.broken = unbroken(device) if run.broken is None else run.broken
+        return run.broken
+
+    def remember(self) -> None:
+        """Keep what a forward pass changes, as running statistics; a step left out changes none."""
+        if self.run.config.on_non_finite == "skip":
+            self._buffers = [buffer.clone() for buffer in bare(self.run.model).buffers()]
 
     def add(self, step: int, loss: float, norm: float) -> None:
         """Deal with the step after `step` updates, as the run was told to. Collective.
@@ -86,7 +112,13 @@ class LeftOut:
             NonFiniteError: the run is to stop, or there were too many.
         """
         run, policy = self.run, self.run.config.on_non_finite
-        evidence = together(run.world, lambda: run.keep_evidence(step))
+        for buffer, kept in zip(bare(run.model).buffers(), self._buffers, strict=False):
+            buffer.copy_(kept)
+        try:
+            evidence = str(together(run.world, lambda: run.keep_evidence(step)))
+            again = f"to see it again: one process, another output_dir, resume={evidence}"
+        except CheckpointError as error:  # it must not hide what has happened
+            evidence, again = "", f"the state that met it is not kept: {error.problem}"
         message = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}"
         self.num += 1
         if policy == "stop" or self.num > MAX_LEFT_OUT:
@@ -94,10 +126,10 @@ class LeftOut:
             raise NonFiniteError(
                 f"{message}{often}; no weight has moved, and nothing of it was saved",
                 "a lower learning rate, a longer warm-up, precision=fp32, or on_non_finite=skip; "
-                f"to see it again: one process with resume={evidence}",
+                + again,
             )
         message += ": left out"
         if policy == "rewind":
             message += f", and the weights of step {together(run.world, run.rewind)} taken again"
-        message += f"; to see it again: resume={evidence}"
-        self.events.write("non_finite", step, policy=policy, path=str(evidence), message=message)
+        message += f"; {again}"
+        self.events.write("non_finite", step, policy=policy, path=evidence, message=message)

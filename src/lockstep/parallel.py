@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.exact import LeafSum
@@ -56,8 +55,8 @@ def replicate(
 ) -> nn.Module:
     """Put `model` on this rank's device; with several ranks, average its gradients.
 
-    All ranks start from the first rank's weights. Buffers stay a rank's own: running
-    statistics follow the first rank's when they are used (`follow_first`).
+    All ranks start from the first rank's weights. Buffers stay a rank's own: they
+    follow the first rank's when they are used (`follow_first`).
     `way` is how gradients travel, unless as they are; a `LeafSum` sums them, alike for any
     number of ranks. A model that is cut over ranks is left as it is.
     """
@@ -152,11 +151,10 @@ def answer_exchanges(model: nn.Module) -> None:
 
 @torch.no_grad()
 def follow_first(model: nn.Module, world: World) -> None:
-    """Give all ranks the first rank's running statistics, as the next step would. Collective."""
-    for part in model.modules() if world.size > 1 else ():
-        if isinstance(part, _BatchNorm):
-            for buffer in part.buffers(recurse=False):
-                buffer.copy_(world.all_sum(buffer if world.is_first else torch.zeros_like(buffer)))
+    """Give all ranks the first rank's buffers, running statistics among them. Collective."""
+    for buffer in model.buffers() if world.size > 1 else ():
+        if buffer.is_contiguous():  # one that is not, as an expanded one, is not written to
+            world.all_from_first(buffer)
 
 
 def bare(model: T) -> T:

@@ -41,7 +41,5 @@ def _owner(kind: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel
 
 def unknown_key(key: str, known: Mapping[str, Any], where: str) -> ConfigError:
     """Return the error for a key nobody knows, with the nearest one that somebody does."""
-    near = closest(key, known)
-    return ConfigError(
-        f"unknown key {key!r} {where}", near if near else f"one of {', '.join(sorted(known))}"
-    )
+    remedy = closest(key, known) or f"one of {', '.join(sorted(known))}"
+    return ConfigError(f"unknown key {key!r} {where}", remedy)

@@ -63,11 +63,18 @@ class BatchPlan:
     world_size: int
     halvings: int = 0
     """How often leaves have been cut in two since, for want of memory."""
+    planned_for: int = 0
+    """How many ranks the run began on; 0 in checkpoints of 0.1."""
 
     @property
     def leaf_size(self) -> int:
         """Return the samples of one leaf: the batch size, unless it was cut."""
         return -(-self.batch_size // (1 << self.halvings))
+
+    @property
+    def began_on(self) -> int:
+        """Return the number of ranks that the numbers follow from."""
+        return self.planned_for or self.world_size
 
     @property
     def total_batch(self) -> int:
@@ -129,7 +136,7 @@ def plan_batches(config: BatchConfig, num_samples: int, world_size: int) -> Batc
             f"{num_samples} samples there are",
             (f"batch_size={smaller}, or " if smaller else "") + "drop_last=false",
         )
-    return BatchPlan(num_samples, batch, leaves, kept, world_size)
+    return BatchPlan(num_samples, batch, leaves, kept, world_size, planned_for=world_size)
 
 
 def scaled_rate(config: RateConfig, world_size: int, global_batch: int) -> float:
@@ -181,7 +188,7 @@ class Contract:
         ]
 
 
-def resume_plan(stored: BatchPlan, fresh: BatchPlan) -> BatchPlan:
+def resume_plan(stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, Any]) -> BatchPlan:
     """Return the plan a resumed run goes on with: the stored leaves, cut for the ranks there are.
 
     >>> stored = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=4)
@@ -192,13 +199,13 @@ def resume_plan(stored: BatchPlan, fresh: BatchPlan) -> BatchPlan:
     Raises:
         ConfigError: with each changed number, old and new.
     """
-    _refuse(_plan_changes(stored, fresh))
+    _refuse([*_plan_changes(stored, fresh), *others])
     if fresh.world_size > stored.leaves_per_step:
         raise ConfigError(
             f"{fresh.world_size} ranks, but a step has {stored.leaves_per_step} micro-batches",
             f"{stored.leaves_per_step} ranks or fewer, or accept_changes=true for a larger batch",
         )
-    return replace(stored, world_size=fresh.world_size)
+    return replace(stored, world_size=fresh.world_size, planned_for=stored.began_on)
 
 
 def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> Contract:
@@ -210,9 +217,8 @@ def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> 
     Raises:
         ConfigError: with each changed number, old and new.
     """
-    names = ["base_lr", "lr_scaling", "seed"]
-    if stored.plan.world_size == fresh.plan.world_size:
-        names.append("effective_lr")
+    also = ["effective_lr"] if fresh.plan.world_size == stored.plan.began_on else []
+    names = ["base_lr", "lr_scaling", "seed", *also]
     changes = _plan_changes(stored.plan, fresh.plan)
     changes += [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
     too_many = fresh.plan.world_size > stored.plan.leaves_per_step
@@ -224,7 +230,7 @@ def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> 
 
 def _plan_changes(stored: BatchPlan, fresh: BatchPlan) -> list[tuple[str, Any, Any]]:
     names = ["num_samples", "batch_size"]
-    if fresh.world_size == stored.world_size:  # else they follow from the ranks there were
+    if fresh.world_size == stored.began_on:  # else they follow from the ranks there were
         names += ["global_batch", "samples_per_epoch"]
     return [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
 

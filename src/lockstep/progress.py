@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import StepBatch
+from lockstep.errors import ConfigError
+from lockstep.task import PartialLoss
 
 MAX_PENDING = 1000
 """Steps whose numbers may lie on the device before they are added up: 1 MB."""
@@ -58,6 +60,28 @@ class StepReport:
         return torch.isfinite(self.loss_sum + self.grad_norm)
 
 
+def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
+    """Return the names of a loss's parts; those of the micro-batch `before` must be the same.
+
+    Raises:
+        ConfigError: they are not, and could not be added up.
+    """
+    names = sorted(part.parts)
+    if before is not None and names != before:
+        said = " and ".join(", ".join(one) or "none" for one in (before, names))
+        raise ConfigError(
+            f"two micro-batches of a step have different parts of the loss: {said}",
+            "the same for each, with a sum and a weight of 0 where there is nothing",
+        )
+    return names
+
+
+def row_of(part: PartialLoss, names: list[str]) -> Tensor:
+    """Lay out sums and weights as one row: loss, weight, then each part's pair, by name."""
+    pairs = [(part.loss_sum, part.weight), *(part.parts[name] for name in names)]
+    return torch.stack([number(n, part.loss_sum.device) for pair in pairs for n in pair])
+
+
 @dataclass
 class Progress:
     """Where a run stands; saved whole in every checkpoint."""
@@ -72,6 +96,8 @@ class Progress:
     """Since the epoch began: likewise."""
     pending: list[tuple[int, StepReport]] = field(default_factory=list)
     """Steps that are not in these sums yet."""
+    owes_evaluation: bool = False
+    """Whether one was due and failed: a resume begins with it."""
     bad: tuple[int, float, float] | None = None
     """The first step that was no arithmetic, with its loss and gradient norm."""
 

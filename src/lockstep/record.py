@@ -91,8 +91,7 @@ class Record:
         run, progress, plan = self.run, self.run.progress, self.run.contract.plan
         timing = self.throughput.interval()
         # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
-        local = torch.tensor([[timing["step_time_s"], timing["data_wait_share"]]])
-        step_time, wait_share = (float(column.max()) for column in run.world.all_gather(local).T)
+        rates, times, waits = run.world.all_gather(torch.tensor([[*timing.values()]])).T
         progress.settle()
         sums = progress.interval.items()
         means = {name: value / weight for name, (value, weight) in sums if weight}
@@ -100,16 +99,16 @@ class Record:
         self.events.write(
             "step",
             progress.step,
-            loss=means.pop("loss", 0.0),
+            loss=means.pop("loss", math.nan),  # all were left out
             parts=means,
             learning_rate=run.optimizer.param_groups[0]["lr"],
             grad_norm=float(report.grad_norm),
             epoch=progress.consumed / plan.samples_per_epoch,
             samples=progress.consumed,
             ledger=str(self.sum_ledger()),
-            samples_per_second=plan.global_batch / step_time,
-            step_time_s=step_time,
-            data_wait_share=wait_share,
+            samples_per_second=float(rates.min()),
+            step_time_s=float(times.max()),
+            data_wait_share=float(waits.max()),
             local_step_time_s=timing["step_time_s"],
             local_data_wait_share=timing["data_wait_share"],
         )
@@ -120,7 +119,7 @@ class Record:
         epoch, seen = progress.consumed // plan.samples_per_epoch, self.sum_ledger()
         expected = Ledger.of_epoch(run.loader.order, plan, epoch - 1)
         progress.settle()
-        loss_sum, weight = progress.epoch.get("loss", (0.0, 1.0))  # or every step was left out
+        loss_sum, weight = progress.epoch.get("loss", (0.0, 0.0))  # or every step was left out
         verdict = "each once" if seen == expected else "NOT each once"
         self.events.write(
             "epoch",

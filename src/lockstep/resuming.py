@@ -29,38 +29,19 @@ BINDING: tuple[str, ...] = (
 )
 """Settings, or sections, that decide what is learned or what is best: a resume keeps them."""
 ROUNDING: tuple[str, ...] = ("compile", "num_threads", "gradients.bucket_mb")
-"""Settings that decide the last bits, as hardware does: they bind in exact mode alone."""
-BOUND_ELSEWHERE: tuple[str, ...] = (
-    "seed",
-    "batch.batch_size",
-    "batch.accumulate",
-    "batch.global_batch_size",
-    "rate",
-    "averages",
-)
-"""Settings compared for what they amount to on the ranks there are: the contract, `restore`."""
-FREE: tuple[str, ...] = (
-    "output_dir",
-    "epochs",
-    "max_steps",
-    "loader",
-    "checkpoint",
-    "sinks",
-    "log_every",
-    "device",
-    "parallel",
-    "evaluation.every_epochs",
-    "evaluation.every_steps",
-    "evaluation.batch_size",
-    "evaluation.save_best",
-    "on_out_of_memory",
-    "on_non_finite",
-    "timeout_s",
-    "resume",
-    "accept_changes",
-)
-"""Settings that may change at any time. Another length bends a cosine from there on: whoever
-changes it has asked for that, and is told."""
+"""Settings that decide the last bits, as hardware does: they bind in exact mode alone. Others may
+change at any time, or are compared for what they amount to: the contract, `restore`."""
+
+
+def settled(config: RunConfig, store: CheckpointStore, job: str) -> RunConfig:
+    """Return the config of a run that `job` has started again: what it saved is not asked anew.
+
+    To discard, or to go back, is a word for the first start. Until that has saved something,
+    it is as if it had never been.
+    """
+    newest = store.latest()[0] if config.resume != "auto" else None
+    is_its_own = newest is not None and newest.meta.get("job") == job
+    return config.model_copy(update={"resume": "auto"}) if is_its_own else config
 
 
 def choose_checkpoint(
@@ -78,10 +59,12 @@ def choose_checkpoint(
             f"{found} is from an earlier run, and resume is 'never'",
             "resume=auto to go on with it, or another output_dir",
         )
-    if checkpoint is None and rejected:
-        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected)
+    left = [(path, "set aside") for path in sorted(store.folder.glob("superseded_*"))]
+    if checkpoint is None and (rejected or left):  # killed while it went elsewhere, perhaps
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected + left)
         raise CheckpointError(
-            f"no checkpoint in {store.folder} is whole ({reasons})", "another output_dir"
+            f"no checkpoint in {store.folder} is whole ({reasons})",
+            "another output_dir, or the path of one to resume",
         )
     return checkpoint, rejected
 
@@ -104,14 +87,15 @@ def agree_on_contract(
             f"{checkpoint.path} was saved by a loop of its own", "that loop, or another output_dir"
         )
     stored = Contract.from_json(checkpoint.meta["contract"])
-    asked = config.batch.global_batch_size
-    if asked is not None and not config.accept_changes and asked != stored.plan.global_batch:
+    asked, was = config.batch.global_batch_size, stored.plan
+    is_other = asked not in (None, was.global_batch)
+    if is_other and not config.accept_changes:
         raise ConfigError(
-            f"the checkpoint was trained with global_batch_size {stored.plan.global_batch}, "
+            f"the checkpoint was trained with global_batch_size {was.global_batch}, "
             f"this run asks for {asked}",
             "the old number, or accept_changes=true to go on with the new one",
         )
-    agreed, was = resume_contract(stored, fresh, config.accept_changes), stored.plan
+    agreed = fresh if is_other else resume_contract(stored, fresh, config.accept_changes)
     # The same global batch on other ranks is another loss here: fewer samples meet at a time.
     if gathers and agreed.plan.total_batch != was.total_batch and not config.accept_changes:
         raise ConfigError(

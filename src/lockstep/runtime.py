@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -71,7 +70,7 @@ def group_timeout_s(configured: float) -> float:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise LaunchError(f"NCCL_TIMEOUT={text!r} is not a time", "set it in seconds: 1800")
-    return seconds
+    return min(seconds, MAX_TIMEOUT_S)
 
 
 def choose_device(launch: Launch, wanted: str = "auto") -> torch.device:
@@ -201,12 +200,7 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.leave()
 
     def __repr__(self) -> str:

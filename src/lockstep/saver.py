@@ -26,10 +26,12 @@ class Saver:
     def __init__(self, run: Run, record: Record, stack: ExitStack) -> None:
         self.run, self.record = run, record
         self.writer: BackgroundWriter = BackgroundWriter()
-        stack.callback(self.writer.close)
+        stack.push(self._close)
         self.saved_step = run.progress.step if run.resumed_from else None
         self.is_last = False
         """Whether a save that fails can no longer be made good by another."""
+        self.is_by_the_way = False
+        """Whether the run ends by something else, which a save that fails must not hide."""
         self._spare: dict[str, Tensor] = {}
         """The copy that was saved last; no save is under way when the next one is made."""
         self._files: dict[str, dict[str, Any]] = {}
@@ -52,7 +54,8 @@ class Saver:
         self.record.events.write("checkpoint", step, path=path, stall_s=stall_s)
 
         def commit(what: Any) -> None:
-            run.store.save(step, what, meta)
+            if what:
+                run.store.save(step, what, meta)
             for name in names:
                 run.store.name(step, name)
 
@@ -68,7 +71,8 @@ class Saver:
             except CheckpointError as error:
                 self._not_saved(error)
                 return
-            is_sharded = bool(run.world.all_max(int(begun))[0])  # or it is there, but for its names
+            if not run.world.all_max(int(begun))[0]:
+                is_sharded, parts = False, None  # it is there, but for its names
         if is_sharded:
             self._commit = lambda files: commit(Written(parts.skeletons, files))
             self.writer.submit(write_share)
@@ -124,15 +128,30 @@ class Saver:
         if not is_sharded:
             return snapshot(self.run.parts(), world.is_first, self._spare)
         follow_first(bare(self.run.model), world)  # or each would write statistics of its own
-        share = share_of(self.run.parts(), world.rank, world.size)
+        parts = self.run.parts()
+        share = share_of({**parts, "task": {}}, world.rank, world.size)
+        if world.is_first:  # a task may remember something else on every rank
+            own = share_of({"task": parts["task"]})
+            share.tensors.update(own.tensors)
+            share.skeletons.update(own.skeletons)
         return share._replace(tensors=snapshot(share.tensors, spare=self._spare))
+
+    def _close(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait for the writer."""
+        self.is_by_the_way = error is not None
+        try:
+            self.writer.close()
+        except CheckpointError as lost:
+            self._not_saved(lost)
 
     def _not_saved(self, error: CheckpointError) -> None:
         """Leave nothing half done; then stop, or say it loudly, as the run was told to."""
         self._commit = self.saved_step = None
         if self.run.world.is_first:
             self.run.store.sweep()
-        if self.is_last or self.run.config.checkpoint.on_failed_save == "stop":
+        must = self.is_last or self.run.config.checkpoint.on_failed_save == "stop"
+        if must and not self.is_by_the_way:
             raise error
-        message = f"NOT SAVED: {error.problem}; the run goes on and tries again at the next save"
+        then = "" if self.is_by_the_way else "; the run goes on and tries again at the next save"
+        message = f"NOT SAVED: {error.problem}{then}"
         self.record.events.write("warning", self.run.progress.step, message=message)

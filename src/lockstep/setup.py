@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.agreement import together
+from lockstep.agreement import check_alike, together
 from lockstep.average import Averages
 from lockstep.batch_norm import synchronise_batch_norm
 from lockstep.checkpoint import (
+    KERNELS,
     Checkpoint,
     CheckpointStore,
     FolderLock,
@@ -33,7 +34,6 @@ from lockstep.data.loader import Loader
 from lockstep.data.reader import is_stream
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
 from lockstep.exact import LeafSum
-from lockstep.non_finite import unbroken
 from lockstep.numerics import fingerprint, settle_numerics
 from lockstep.parallel import Averaging, bare, replicate
 from lockstep.plan import Contract
@@ -46,9 +46,10 @@ from lockstep.resuming import (
     changed_data,
     changed_settings,
     choose_checkpoint,
+    settled,
     take_prints,
 )
-from lockstep.runtime import World
+from lockstep.runtime import World, launched
 from lockstep.sharding import is_sharded, shard
 from lockstep.task import Task
 
@@ -81,7 +82,7 @@ class Run:
     """Else, what averages gradients over ranks. One's own, then `replicate`: docs/own_loop.md."""
     numerics: dict[str, str] = field(default_factory=dict)
     broken: Tensor | None = None
-    """On a GPU, whether a step was no longer arithmetic; see `train_step`."""
+    """On a GPU, whether a step of the trainer's was no longer arithmetic; see `train_step`."""
 
     def parts(self) -> dict[str, Any]:
         """Return all that a resumed run needs, by name."""
@@ -98,6 +99,7 @@ class Run:
         """Return what a checkpoint says of the run beside its tensors."""
         return {
             "world_size": self.world.size,
+            "job": launched().job,
             "contract": self.contract.to_json(),
             "consumed": progress.consumed,
             "ledger": str(progress.ledger),
@@ -122,6 +124,7 @@ class Run:
             ledger = Ledger.of_epoch(loader.order, plan, epoch, into)
             progress = Progress(step, consumed, self.progress.best, ledger)
             parts["progress"] = progress.state()
+            shutil.rmtree(store.path(step), ignore_errors=True)  # of a run that went another way
             store.save(step, parts, {**self.meta(progress), "names": [], "metrics": {}})
         return store.path(step)
 
@@ -173,25 +176,28 @@ class Run:
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """Take back the optimizer's state, but not silently its old settings."""
-        apart = {"params", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable"}
+        apart = {"params", "lr", "initial_lr", *KERNELS}
         asked = [
             {name: value for name, value in group.items() if name not in apart}
             for group in self.optimizer.param_groups
         ]
         try:
             load_optimizer(self.optimizer, state)
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             raise CheckpointError(
-                f"the optimizer's saved state does not fit: {error}", "the same parameter groups"
+                f"the optimizer's saved state does not fit: {error}",
+                "the same optimizer with the same parameter groups",
             ) from error
         for group, wanted in zip(self.optimizer.param_groups, asked, strict=True):
-            changed = {name: value for name, value in wanted.items() if group[name] != value}
+            changed = {name: value for name, value in wanted.items() if group.get(name) != value}
             if changed and not self.config.accept_changes:
-                old = ", ".join(f"{n} {group[n]} -> {value}" for n, value in changed.items())
+                old = ", ".join(f"{n} {group.get(n)} -> {value}" for n, value in changed.items())
                 raise ConfigError(
                     f"the checkpoint was trained with another optimizer: {old}",
                     "the old settings, or accept_changes=true to go on with the new ones",
                 )
+            if changed.keys() - group.keys():  # of another kind: what it has is none of ours
+                self.optimizer.state.clear()
             group.update(changed)
 
     def _consumed_now(self, checkpoint: Checkpoint) -> int:
@@ -220,6 +226,8 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     store = CheckpointStore(
         folder / "checkpoints", keep_last=config.checkpoint.keep_last, recipe=task.name
     )
+    if world.all_max(int(launched().is_again))[0]:  # machines count restarts each for itself
+        config = together(world, lambda: settled(config, store, launched().job))
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
     found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
     check_alike("checkpoints to go on from", found, world)
@@ -282,7 +290,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         model=model,
         optimizer=optimizer,
         base_rates=[group["lr"] for group in optimizer.param_groups],
-        averages=Averages(model, config.averages),
+        averages=Averages(model, config.averages if checkpoint else ()),
         scaler=torch.amp.GradScaler(kind) if precision == torch.float16 else None,
         # A cache of the weights, cast, would hold all of them until the end of a pass.
         autocast=torch.autocast(kind, precision, cache_enabled=is_whole) if precision else None,
@@ -299,19 +307,26 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     if config.exact:
         run.leaf_sum = LeafSum(model, world, task.gathers)
     run.numerics = fingerprint(world.device)
-    if world.device.type == "cuda" and config.on_non_finite == "stop" and not run.scaler:
-        run.broken = unbroken(world.device)  # with a scaler every step is looked at
     run.replicate()
+    if checkpoint is None:  # only now do all ranks have the first rank's weights
+        run.averages = Averages(model, config.averages)
     return run
 
 
 def _settle(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> None:
-    """Make the checkpoint the run goes on from the newest here, with the names it was to have."""
+    """Make the checkpoint the run goes on from the newest here, with the names it was to have.
+
+    One from elsewhere, or that was set aside, is copied: until the first save the run would
+    have nothing else to go on from.
+    """
     if not world.is_first:
         return
-    is_own = checkpoint.path.resolve().parent == store.folder.resolve()
+    is_own = checkpoint.path.resolve() == store.path(checkpoint.step).resolve()
     store.set_aside_after(checkpoint.step if is_own else -1)
-    for name in checkpoint.meta.get("names", []) if is_own else []:
+    if not is_own:
+        parts = {part: checkpoint.load(part) for part in checkpoint.parts}
+        store.save(checkpoint.step, parts, checkpoint.meta)
+    for name in checkpoint.meta.get("names", []):
         store.name(checkpoint.step, name)
 
 
@@ -327,8 +342,15 @@ def _settle_folder(folder: Path, task: Task, config: RunConfig, world: World) ->
     """Discard what is to be discarded and write the config down, now that the run will start."""
     if not world.is_first:
         return
+    holds_run = (folder / "config.json").exists()
+    if config.resume == "discard" and not holds_run and (folder / "checkpoints").exists():
+        raise ConfigError(
+            f"{folder} holds checkpoints and no config.json: whose they are is not known, and "
+            "nothing is discarded",
+            "another output_dir, or remove them yourself",
+        )
     try:
-        if config.resume == "discard" and (folder / "config.json").exists():
+        if config.resume == "discard" and holds_run:
             for name in ("checkpoints", "events", "samples", "tensorboard"):
                 if (folder / name).exists():
                     shutil.rmtree(folder / name)
@@ -349,24 +371,6 @@ def _held_out(task: Task) -> Any:
 
 def _length(data: Any) -> str:
     return "none" if data is None else "a stream" if is_stream(data) else str(len(data))
-
-
-def check_alike(what: str, local: str, world: World) -> None:
-    """Refuse a run whose ranks do not agree on something they must share. Collective."""
-    said = world.all_texts(local)
-    if len(set(said)) > 1:
-        rank = next(rank for rank, text in enumerate(said) if text != said[0])
-        short = " against ".join(_around_difference(said[0], said[rank]))
-        raise ConfigError(
-            f"ranks 0 and {rank} see different {what}: {short}",
-            "the same flags everywhere, and folders that all nodes share",
-        )
-
-
-def _around_difference(a: str, b: str) -> tuple[str, str]:
-    """Return both texts, cut to where they part."""
-    start = max(0, next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0) - 30)
-    return a[start : start + 60], b[start : start + 60]
 
 
 def choose_precision(wanted: str, device: torch.device) -> torch.dtype | None:

@@ -16,12 +16,7 @@ ECHO_S = 1.0
 """Signals this soon after the first are its echo: a terminal's Ctrl-C reaches every
 process, and a launcher that got it too passes it on once more."""
 
-EXIT_CODES = {
-    signal.SIGHUP: 129,
-    signal.SIGINT: 130,
-    signal.SIGTERM: 143,
-    signal.SIGUSR1: 138,
-}
+EXIT_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
 
 _active: "StopSignals | None" = None
 _fork_hook_set = False
@@ -33,6 +28,9 @@ class StopSignals:
     The kernel's signal is passed on by the interpreter through a pipe to a
     thread of ours, so it is noticed while the main thread sits in a collective.
     """
+
+    left_with = 0
+    """The exit code that the last run of this process deserves: 0, or that of what stopped it."""
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None

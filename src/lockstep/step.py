@@ -22,9 +22,9 @@ from lockstep.data.reader import MicroBatch
 from lockstep.exact import LeafSum
 from lockstep.meeting import Meeting, meet
 from lockstep.memory import fit_together
-from lockstep.non_finite import divide, move
+from lockstep.non_finite import begin_momentum, divide, move
 from lockstep.parallel import bare, begin_exchanges, local_gradients
-from lockstep.progress import StepReport, number
+from lockstep.progress import StepReport, names_of, number, row_of
 from lockstep.randomness import seed_others, seed_torch
 from lockstep.runtime import World
 from lockstep.sharding import held, is_sharded, norm_of, sums_and_norm
@@ -68,7 +68,11 @@ def train_step(
     """
     totals = all_weights(weights, batch, world, seed, leaf_sum) if weights else {}
     work = _Backward(loss, model, batch, world, totals, seed, autocast, scaler, leaf_sum)
-    rows, names, units = fit_together(work, model, world) if agree_on_memory else work()
+    try:
+        rows, names, units = fit_together(work, model, world) if agree_on_memory else work()
+    except BaseException:
+        optimizer.zero_grad(set_to_none=True)  # or a loop that goes on would add to half a step
+        raise
 
     if leaf_sum:
         sums = leaf_sum.total(rows, batch)
@@ -100,6 +104,7 @@ def train_step(
         divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0) * divisor
 
     report = StepReport(sums, names, grad_norm, rows)
+    begin_momentum(optimizer)
     if scaler:  # it looks for itself, and scales down
         divide(grads, divisor)
         scaler.step(optimizer)
@@ -129,7 +134,8 @@ class _Backward:
 
         And the names of the parts, and the weight of all, if it is known without the device.
         """
-        rows, leaf_sum, last = [], self.leaf_sum, len(self.batch.micro_batches) - 1
+        leaf_sum, last = self.leaf_sum, len(self.batch.micro_batches) - 1
+        rows, names = list[Tensor](), list[str]()
         units: float | None = 0.0
         begin_exchanges(self.model)
         if leaf_sum:
@@ -144,10 +150,11 @@ class _Backward:
                 part = self.part(self.model, micro_batch, meeting)
                 total = part.loss_sum + meeting.owed if meeting else part.loss_sum
                 (self.scaler.scale(total) if self.scaler else total).backward()  # type: ignore[no-untyped-call]
-            rows.append(_row(part))
+            names = names_of(part, names if rows else None)
+            rows.append(row_of(part, names))
             unknown = units is None or isinstance(part.weight, Tensor)
             units = None if unknown else units + part.weight  # type: ignore[operator,assignment]
-        return rows, sorted(part.parts), units
+        return rows, names, units
 
     def part(
         self, model: nn.Module, micro_batch: MicroBatch, meeting: Meeting | None = None
@@ -205,9 +212,3 @@ def as_partial(
         return result
     parts = {name: (value * 0, weight * 0) for name, (value, weight) in result.parts.items()}
     return PartialLoss(result.loss_sum * 0, result.weight * 0, parts)
-
-
-def _row(part: PartialLoss) -> Tensor:
-    """Lay out sums and weights as one row: loss, weight, then each part's pair, by name."""
-    pairs = [(part.loss_sum, part.weight), *(part.parts[name] for name in sorted(part.parts))]
-    return torch.stack([number(n, part.loss_sum.device) for pair in pairs for n in pair])

@@ -30,7 +30,8 @@ class PartialLoss:
     scribbled pixels, pairs. Keeping the two apart lets the core divide by the
     weight of the whole step, so the gradient does not depend on how the units
     fell on ranks and micro-batches. `parts` are further (sum, weight) pairs to
-    report under their names; they carry no gradient.
+    report under their names, alike for all micro-batches of a step; they carry no
+    gradient.
     """
 
     loss_sum: Tensor
@@ -174,6 +175,9 @@ class Task:
         divided by one weight. The core counts before the backward pass, and hands the
         step's totals to `loss` as `context.weights`. Such a loss divides each term
         itself, returns their sum with weight 1, and its terms as `parts`.
+
+        An evaluation counts each held-out batch by itself, so that such a loss comes out as
+        a mean over batches. Where that is not what is meant, `evaluate` returns sums.
         """
         return {}
 

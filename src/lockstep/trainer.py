@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
-import torch
-
-from lockstep.agreement import raise_together, together
+from lockstep.agreement import check_alike, raise_together, together
+        if config.compile == "graphs":
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 from lockstep.config import Cadence, RunConfig
 from lockstep.data.loader import StepBatch
 from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError
@@ -29,7 +30,7 @@ from lockstep.record import Record
 from lockstep.runtime import World
 from lockstep.saver import Saver
 from lockstep.schedule import build_schedule
-from lockstep.setup import Run, check_alike, prepare
+from lockstep.setup import Run, prepare
 from lockstep.sharding import gathered_whole, raise_if_out_of_reach
 from lockstep.signals import EXIT_CODES, StopSignals
 from lockstep.step import train_step
@@ -97,8 +98,7 @@ class Trainer:
         self.stopped_by = 0
         """The exit code of the signal that ended the steps early."""
         self.evaluated_step: int | None = None
-        self._num_new = 0
-        self._again = False
+        self._num_new, self._again = 0, False
         self._began = self._step_began = time.monotonic()
         stack.push(self._say_where)
 
@@ -110,8 +110,10 @@ class Trainer:
         Raises:
             LockstepError: on all ranks, what one of them met; the good steps are saved first.
         """
-        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
+        run, progress = self.run, self.run.progress
         total_steps, throughput = run.loader.total_steps, self.record.throughput
+        if progress.owes_evaluation and run.held_out is not None:
+            self._save(self._evaluate())
         batches = iter(run.loader)
         upcoming = self._fetch(batches)
         while progress.step < total_steps:
@@ -121,6 +123,7 @@ class Trainer:
             assert isinstance(upcoming, StepBatch)
             self._again = False
             self._step_began = time.monotonic()
+            self.left_out.remember()
             yield upcoming
             if self._again:
                 batches = iter(run.loader)
@@ -130,7 +133,7 @@ class Trainer:
                 )
             upcoming = self._fetch(batches)  # while the device is still busy
             if not self._again:
-                throughput.step_done(plan.global_batch)
+                throughput.step_done(self._num_new)
                 self._once_in_a_while()
 
     def step(self, batch: StepBatch) -> None:
@@ -139,10 +142,16 @@ class Trainer:
         What does not fit in memory is taken again in pieces of half the size.
         """
         run, config = self.run, self.run.config
+<<<<<<< HEAD
         talks = run.task.gathers or config.sync_batch_norm or config.parallel == "fsdp"
         is_alone = run.world.size == 1 or not talks
         if config.compile == "graphs":
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+=======
+        # A loss that compares samples would be another one for half of them.
+        gathers = run.task.gathers and (run.world.size > 1 or not config.exact)
+        talks = run.world.size > 1 and (config.sync_batch_norm or config.parallel == "fsdp")
+>>>>>>> main
         try:
             report = train_step(
                 run.task.loss,
@@ -156,8 +165,8 @@ class Trainer:
                 autocast=run.autocast,
                 scaler=run.scaler,
                 leaf_sum=run.leaf_sum,
-                broken=run.broken,
-                agree_on_memory=is_alone and config.on_out_of_memory == "halve",
+                broken=self.left_out.latch(),
+                agree_on_memory=config.on_out_of_memory == "halve" and not (gathers or talks),
             )
         except OutOfMemoryError as error:
             problem = error.problem
@@ -175,6 +184,8 @@ class Trainer:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
         run, before = self.run, self.run.progress.consumed
         if self.report is None:
+            if run.leaf_sum:
+                run.leaf_sum.raise_if_unused()
             check_alike("parts of the loss", " ".join(report.names), run.world)
             if run.config.compile:
                 seconds = time.monotonic() - self._step_began
@@ -202,6 +213,7 @@ class Trainer:
             name = {code: number.name for number, code in EXIT_CODES.items()}[self.stopped_by]
             self.events.write("stop", step, reason=name, exit_code=self.stopped_by)
         self.events.write("run_end", step, seconds=time.monotonic() - self._began)
+        StopSignals.left_with = self.stopped_by
         return RunResult(step, self.metrics, Path(self.run.config.output_dir), self.stopped_by)
 
     def _once_in_a_while(self) -> None:
@@ -217,7 +229,10 @@ class Trainer:
                 self.record.close_epoch()
             is_best = False
             if run.held_out is not None and (at_end or self._is_due(config.evaluation)):
-                is_best = self._evaluate()
+                try:
+                    is_best = self._evaluate()
+                except LockstepError as error:
+                    self._agree(error)  # what was trained is saved, and then this is raised
             if at_end or is_best or self._is_due(config.checkpoint):
                 self._save(is_best)
 
@@ -234,6 +249,7 @@ class Trainer:
         world = self.run.world
         votes = (problem is not None, *self.saver.votes)
         stop, failed, lost, busy = world.all_max(self.signals.exit_code, *map(int, votes))
+        self.saver.is_by_the_way = bool(failed)
         self.saver.heed(lost, busy)
         if failed:
             if self.saver.saved_step != self.run.progress.step:
@@ -251,10 +267,9 @@ class Trainer:
         """Evaluate the weights and their first average; say if they are the best. Collective."""
         run, config, model = self.run, self.run.config, bare(self.run.model)
         began, step = time.monotonic(), run.progress.step
-        is_alike = (
-            run.task.calls_alike or type(run.task).finish_evaluation is Task.finish_evaluation
-        )
-        self.evaluated_step = step
+        is_idle = type(run.task).finish_evaluation is Task.finish_evaluation
+        is_alike = run.task.calls_alike or is_idle
+        run.progress.owes_evaluation = True
         follow_first(model, run.world)
 
         def measure() -> dict[str, float]:
@@ -273,17 +288,15 @@ class Trainer:
         def finish() -> None:
             context = Context(run.world, config.seed, step, 0, training=False)
             with run.autocast or nullcontext(), gathered_whole(model, unless=is_alike):
-                made = together(
-                    run.world,
-                    lambda: run.task.finish_evaluation(model, context, config.output_dir),
-                )
+                ask = partial(run.task.finish_evaluation, model, context, config.output_dir)
+                made = together(run.world, ask)
             for name, value in made.items():
                 if isinstance(value, Path):
                     self.events.write("picture", step, name=name, path=str(value))
                 else:
                     self.metrics[name] = value
 
-        self.metrics = measure()
+        self.metrics, self.evaluated_step = measure(), step
         if config.averages:
             with run.averages.applied(config.averages[0]):
                 self.metrics |= {f"ema_{name}": value for name, value in measure().items()}
@@ -292,7 +305,11 @@ class Trainer:
             finish()
         stall_s = time.monotonic() - began
         self.events.write("evaluation", step, metrics=self.metrics, local_stall_s=stall_s)
-        return config.evaluation.save_best and self._is_best()
+        # The first rank's metrics decide: a task may bring numbers that others have not alike.
+        asked = config.evaluation.save_best and run.world.is_first
+        is_best = together(run.world, lambda: asked and self._is_best())
+        run.progress.owes_evaluation = False
+        return bool(run.world.all_max(int(is_best))[0])
 
     def _save(self, is_best: bool = False) -> None:
         """Save the run as it stands, with what an evaluation of this step found. Collective."""
@@ -312,17 +329,13 @@ class Trainer:
         progress, evaluation = self.run.progress, self.run.config.evaluation
         value = self.metrics.get(evaluation.best_metric)
         if value is None:
-            raise ConfigError(
-                f"evaluation.best_metric={evaluation.best_metric!r} is not measured",
-                f"one of {', '.join(self.metrics) or 'none'}",
-            )
-        if not math.isfinite(value):
-            return False
+            problem = f"evaluation.best_metric={evaluation.best_metric!r} is not measured"
+            raise ConfigError(problem, f"one of {', '.join(self.metrics) or 'none'}")
         sign = 1 if evaluation.best_is == "lowest" else -1
-        if progress.best is not None and sign * value >= sign * progress.best:
-            return False
-        progress.best = value
-        return True
+        before = math.inf if progress.best is None else sign * progress.best
+        is_best = math.isfinite(value) and sign * value < before
+        progress.best = value if is_best else progress.best
+        return is_best
 
     def _say_where(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Note on whatever ends the run which rank met it, and when."""

@@ -80,14 +80,19 @@ def _load(path: Path) -> dict[str, Any]:
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` with the keys of `over` put over it, section by section.
 
+    A section with nothing below it (all of it commented out, say) changes nothing.
+
     >>> merged({"data": {"a": 1, "b": 2}}, {"data": {"b": 3}})
     {'data': {'a': 1, 'b': 3}}
+    >>> merged({"data": {"a": 1, "b": 2}}, {"data": None})
+    {'data': {'a': 1, 'b': 2}}
     """
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(below, value) if both else value  # type: ignore[arg-type]
+        if isinstance(below, Mapping) and isinstance(value, Mapping | None):
+            value = merged(below, value or {})
+        result[key] = value
     return result
 
 

@@ -19,3 +19,8 @@ def placed(table: Tensor, device: torch.device) -> Tensor:
     True
     """
     return table.to(device, non_blocking=True)
+
+
+def beside(table: Tensor, like: Tensor) -> Tensor:
+    """Return `table` on the device of `like`, in its precision."""
+    return placed(table, like.device).to(like.dtype)

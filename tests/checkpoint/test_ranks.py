@@ -8,16 +8,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_damage import digest, flip
+from torch import Tensor, nn
 
-from lockstep import CheckpointStore, RunConfig, fit, read_events
+from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
 from lockstep.errors import LockstepError
+from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
 
 Before = Callable[[], object]
@@ -103,6 +105,63 @@ def test_ranks_that_save_in_shares_save_what_one_would(
         assert ".1_of_2.safetensors" in files
         assert "model.safetensors" not in files
         assert content(tmp_path, step) == content(whole, step)
+
+
+def test_a_share_that_lacks_but_its_name_gets_it_at_the_next_try(tmp_path: Path) -> None:
+    def fail_once() -> None:
+        real, tries = os.symlink, iter([OSError(errno.EDQUOT, "quota")])
+
+        def symlink(*args: Any, **options: Any) -> None:
+            if error := next(tries, None):
+                raise error
+            real(*args, **options)
+
+        os.symlink = symlink  # type: ignore[assignment]
+
+    saving = {"every_steps": 6, "name_steps": True, "on_failed_save": "go_on"}
+    assert run(tmp_path, 2, fail_once, **saving) == [6, 6]
+    assert "quota" in warnings(tmp_path, 0)[0][1]
+    assert names(tmp_path) == ["checkpoint_step_6.pt", "step_00000006"]
+
+
+class Remembering(nn.Module):
+    """Keeps what it saw last, on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(200, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.fill_(float(x.detach().sum()))
+        return x
+
+
+class EachItsOwn(TinyTask):
+    """Ranks end up with other buffers, and remember more the higher they are."""
+
+    seen = torch.zeros(0)
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(super().build_model(), Remembering())
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        self.seen = torch.cat([self.seen, torch.ones(10 + 90 * context.world.rank)])
+        return super().loss(model, batch, context)
+
+    def state(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_shares_are_the_first_rank_s_where_ranks_have_something_of_their_own(
+    tmp_path: Path,
+) -> None:
+    for name in ("whole", "shares"):
+        said = run(tmp_path / name, 2, kind=EachItsOwn, sharded=name == "shares", max_steps=2)
+        assert said == [2, 2]
+    assert content(tmp_path / "shares", 2) == content(tmp_path / "whole", 2)
 
 
 def test_shares_of_two_ranks_go_on_on_three_and_on_one(whole: Path, tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.state import flatten, load_model_state, snapshot, unflatten
+from lockstep.checkpoint.state import (
+    flatten,
+    load_model_state,
+    load_optimizer,
+    snapshot,
+    unflatten,
+)
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError
 
@@ -344,3 +350,39 @@ def test_a_snapshot_written_over_an_old_one_holds_the_new_values_in_the_old_memo
     assert second["tied"] is second["again"]
     assert set(spare) == set(state)
     assert snapshot(state, is_wanted=False, spare=spare) == {}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_keeps_its_kernels_whoever_saved_its_state(kind: Any) -> None:
+    """A run saved on a CPU goes on on a GPU, where its optimizer is fused."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    plain, fused = kind([weight], 0.1), kind([weight], 0.1, fused=True)
+    plain.step()
+    load_optimizer(fused, plain.state_dict())
+    assert fused.param_groups[0]["fused"]
+    fused.found_inf, fused.grad_scale = torch.zeros(()), torch.ones(())
+    fused.step()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        load_optimizer(
+            kind([{"params": [weight]}, {"params": [nn.Parameter(torch.ones(1))]}]),
+            plain.state_dict(),
+        )
+
+
+def test_a_snapshot_written_over_an_old_one_keeps_apart_what_was_tied_then() -> None:
+    spare: dict[str, torch.Tensor] = {}
+    best = torch.ones(2)
+    snapshot({"best": best, "now": best}, spare=spare)
+    copy = snapshot({"best": best, "now": torch.full((2,), 7.0)}, spare=spare)
+    assert (copy["best"].tolist(), copy["now"].tolist()) == ([1, 1], [7, 7])
+
+
+def test_an_optimizer_s_state_keeps_its_dtype_whatever_its_parameter_has(tmp_path: Path) -> None:
+    """Torch alone would round the float32 master copy of a bfloat16 weight to bfloat16."""
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    first, second = (torch.optim.SGD([weight], 0.1) for _ in range(2))
+    kept = {"master": torch.tensor([1.0001, 2.0002]), "codes": torch.arange(3, dtype=torch.uint8)}
+    first.state[weight] = kept
+    load_optimizer(second, through_disk(tmp_path, first.state_dict()))
+    assert same(dict(second.state[weight]), kept)

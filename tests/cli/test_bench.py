@@ -9,14 +9,21 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lockstep import Loader, RunConfig
 from lockstep.bench.forecast import SUM_BYTES, Bucket, Timeline, forecast, slowest_of, step_s
 from lockstep.bench.link import Link, fit_link
-from lockstep.bench.play import Measured
-from lockstep.bench.report import limit_of
+from lockstep.bench.part import SHARDED, BenchPart
+from lockstep.bench.play import Bench, Measured
+from lockstep.bench.probe import Clock, Probe
+from lockstep.bench.report import Scaling, limit_of
 from lockstep.cli.main import main
+from lockstep.plan import BatchConfig, plan_batches
+from lockstep.testing import FakeWorld, ManualClock
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -131,6 +138,13 @@ def test_a_fixed_global_batch_leaves_each_gpu_fewer_micro_batches() -> None:
     assert replace(TIMELINE, micro_batches=4).on(2).step_s == 1.0
 
 
+def test_micro_batches_that_do_not_share_out_evenly_speed_up_as_the_busiest_rank() -> None:
+    own = replace(TIMELINE, step_s=12.0, backward_end_s=12.0, buckets=(), samples=120)
+    own = replace(own, micro_batches=12, fixed_batch=True)
+    speed_ups = [forecast(own, LINK, ranks).speed_up for ranks in (2, 5, 8, 12)]
+    assert speed_ups == pytest.approx([2, 4, 6, 12])  # 6, 3, 2 and 1 micro-batches
+
+
 def test_the_fit_recovers_latency_and_bandwidth() -> None:
     link = Link("true", latency_s=50e-6, bytes_per_s=1.5e9)
     sizes = [4096 * 4**power for power in range(7)]
@@ -194,6 +208,47 @@ TWO = replace(ONE, facts={**ONE.facts, "global_batch": 16}, ranks=2, sizes=QUICK
 )
 def test_the_limit_is_named(found: Measured, words: str) -> None:
     assert limit_of(found, ONE).startswith(words)
+
+
+def test_of_a_sharded_model_nothing_is_told_apart_or_forecast() -> None:
+    facts = {**ONE.facts, "parallel": "fsdp", "remarks": [SHARDED]}
+    one = replace(ONE, facts=facts)
+    two = replace(one, facts={**facts, "global_batch": 16}, ranks=2, whole_s=[0.15] * 5)
+    found = Scaling.of(["train.py"], [one, replace(two, local_s=[0.148] * 5)], None)
+    assert found.forecasts == []
+    assert found.rows[1].communication == 0
+    assert found.rows[1].limit.startswith("sharding or each other: a step's own work takes 147 ms")
+    assert found.lines()[-1] == f"  remark: {SHARDED}"
+
+
+def test_what_is_left_out_of_a_measurement_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {**ONE.facts, "num_workers": 0, "device": "cpu", "remarks": ["without exact mode"]}
+    monkeypatch.setattr(Bench, "measure", lambda *args, **named: replace(ONE, facts=facts))
+    for verb in ("step", "input"):
+        assert say(monkeypatch, verb, "--", "train.py") == 0
+        assert capsys.readouterr().out.endswith("  remark: without exact mode\n")
+
+
+def test_a_batch_that_a_rank_reads_to_keep_in_step_is_no_input(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Three micro-batches of two on two ranks: the first has one, and borrows one."""
+    clock, world = ManualClock(), FakeWorld(rank=0, size=2)
+
+    class Slow(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            clock.advance(0.01)
+            return super().__getitem__(index)
+
+    plan = plan_batches(BatchConfig(batch_size=2, global_batch_size=6), 60, 2)
+    loader = Loader(Slow(range(60)), world, plan=plan, max_steps=1000)
+    probe = Probe(BenchPart(4), tmp_path)
+    run = SimpleNamespace(loader=loader, world=world, config=RunConfig(output_dir=str(tmp_path)))
+    probe.run, probe.clock = run, Clock(world.device)  # type: ignore[assignment]
+    monkeypatch.setattr("lockstep.bench.probe.time.perf_counter", clock)
+    assert probe._input() == {"input_samples_per_s": pytest.approx(50)}
 
 
 # --- On real ranks ---

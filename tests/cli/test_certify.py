@@ -6,20 +6,24 @@ itself is tried on started processes with one of them, and with the command in d
 
 import importlib.util
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep import setup, step, trainer
 from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
-from lockstep.certify.compare import compare, read_lives
+from lockstep.certify.compare import compare, read_lives, relative
 from lockstep.certify.part import KILLED, Actor, Part
+from lockstep.certify.trace import hash_of
 from lockstep.certify.verdict import find_cause
 from lockstep.cli.certify import certify, lines_of
 from lockstep.errors import ConfigError, LaunchError
@@ -211,6 +215,25 @@ def test_where_samples_of_ranks_meet_the_same_ones_do(task: str, tmp_path: Path)
     (life,) = read_lives(tmp_path / "1 rank" / "trace")
     (other,) = read_lives(tmp_path / "2 ranks" / "trace")
     assert [len(run.steps[1][0]["leaves"][0]["ids"]) for run in (life, other)] == [8, 4]
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    x: Any
+
+
+def test_a_batch_that_keeps_its_tensors_in_slots_or_sets_is_looked_into() -> None:
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    assert hash_of(Slotted(zeros)) == hash_of(Slotted(torch.zeros(2))) != hash_of(Slotted(ones))
+    assert hash_of({"b", "a", 3}) == hash_of({3, "a", "b"}) != hash_of({3, "a", "c"})
+
+
+def test_what_is_no_number_is_not_taken_for_rounding() -> None:
+    nan, inf = math.nan, math.inf
+    for numbers in ([nan], [inf], [-inf]):
+        assert relative(numbers, [2.5]) == relative([2.5], numbers) == inf
+    assert relative([inf], [-inf]) == inf
+    assert relative([nan, inf, 1.0], [nan, inf, 2.0]) == 0.5
 
 
 def test_a_command_that_starts_ranks_itself_is_refused(tmp_path: Path) -> None:

@@ -180,6 +180,28 @@ def test_a_job_that_is_warned_saves_and_goes_back_into_the_queue(
     assert (project / "requeued.txt").read_text() == "requeue 4711\n"
 
 
+def test_the_batch_script_keeps_words_as_they_were_typed(project: Path) -> None:
+    typed = ["--name", "two words", "--home", "$HOME", "--said", "it's"]
+    init("slurm", "train.py", typed, force=False)
+    fakes = {"srun": 'while [[ $1 == --* ]]; do shift; done; "$@"', "scontrol": "echo node1"}
+    fakes["lockstep"] = "printf '%s\\n' \"$@\" > words.txt"
+    for name, text in fakes.items():
+        (project / name).write_text(f"#!/bin/bash\n{text}\n")
+        (project / name).chmod(0o755)
+    env = {**os.environ, **JOB, "PATH": f"{project}:{os.environ['PATH']}"}
+    script = project / "scripts" / "train_slurm_multi_node.sh"
+    subprocess.run(["bash", script, "--lr", "1 2"], cwd=project, env=env, check=True, timeout=30)
+    words = (project / "words.txt").read_text().splitlines()
+    assert words[words.index("train.py") :] == ["train.py", *typed, "--lr", "1 2"]
+
+
+def test_a_name_that_holds_a_word_of_the_template_stays_whole(project: Path) -> None:
+    init("slurm", "SYSTEM/train.py", ["--STEM"], force=False)
+    text = (project / "scripts" / "train_slurm_multi_node.sh").read_text()
+    assert "train SYSTEM/train.py --STEM" in text
+    assert "#SBATCH --job-name=train\n" in text
+
+
 # --- All kinds ---------------------------------------------------------------
 
 

@@ -6,14 +6,15 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lockstep import RunConfig
+from lockstep import CheckpointStore, RunConfig
 from lockstep.cli import rehearse as rehearsing
 from lockstep.cli.rehearse import PHASES, Told, rehearse
-from lockstep.cli.stage import with_a_middle
+from lockstep.cli.stage import NOTES, Stage, with_a_middle
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.rehearsal import rehearsed
 from lockstep.testing import free_port
@@ -44,6 +45,16 @@ def see(
     assert ended == code, f"{report}\n{said}"
     report["phases"] = {phase["phase"]: phase for phase in report["phases"]}
     return report
+
+
+def test_a_process_alone_in_an_allocation_is_all_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}.items():
+        monkeypatch.setenv(name, value)
+    Stage(tmp_path).note("store")
+    note = json.loads((tmp_path / NOTES).read_text())
+    assert (note["rank"], note["size"]) == (0, 1)
 
 
 # --- Planted faults ----------------------------------------------------------
@@ -223,3 +234,13 @@ def test_the_first_error_is_found_in_what_any_launcher_prints() -> None:
     assert Told.read_stacks("".join(stacks[:2])).place == "a.py:2 in all_max"
     assert Told.read_stacks("nothing").place == ""
     assert Told.read("").error == "it said nothing"
+
+
+def test_a_real_folder_called_rehearsal_is_not_touched(tmp_path: Path) -> None:
+    class Store(CheckpointStore):
+        """A class of its own, for a rehearsal changes it."""
+
+    Stage(tmp_path / "stage").enter_store(SimpleNamespace(CheckpointStore=Store))  # type: ignore[arg-type]
+    (tmp_path / "stage").mkdir()
+    store = Store(tmp_path / "rehearsal" / "run")
+    assert (tmp_path / "stage") in store.folder.parents

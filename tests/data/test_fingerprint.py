@@ -3,6 +3,8 @@
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,33 @@ def test_looking_at_samples_leaves_the_data_set_and_the_generators_alone() -> No
     assert take_print(samples, 0)["samples"]
     assert samples.num_reads == 0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+LARGE = """
+import time, torch
+from lockstep.data import fingerprint
+
+class Large:  # torch computes its samples with several threads, which this process has begun
+    def __init__(self, read_s):
+        torch.set_num_threads(2)
+        self.values, self.read_s = torch.ones(200_000).mul(2), read_s
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        time.sleep(self.read_s)
+        return self.values.mul(index).exp()
+
+for fingerprint.READ_S, read_s in ((20.0, 0.0), (3.2, 0.16)):
+    print(len(fingerprint.take_print(Large(read_s), 0)["samples"]))
+"""
+
+
+def test_large_samples_are_looked_at_and_slow_ones_while_there_is_time() -> None:
+    """In a process of its own: threads that were begun stay."""
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=60)
+    large, slow = map(int, done.stdout.split())
+    assert large == fingerprint.NUM_SAMPLES, done.stderr
+    assert 1 <= slow < large
 
 
 def test_samples_that_never_repeat_or_cannot_be_read_say_nothing() -> None:

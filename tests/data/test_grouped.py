@@ -81,6 +81,6 @@ def test_every_number_of_ranks_computes_the_same_leaves(world_size: int) -> None
 def test_seeking_costs_one_window_and_not_the_epoch() -> None:
     order = order_of(np.full(3_000_000, 100), 32, 0, 64)
     order.ids(0, 0, 32)
-    began = time.perf_counter()
+    began = time.process_time()
     order.ids(7, 2_999_000, 2_999_032)
-    assert time.perf_counter() - began < 0.1
+    assert time.process_time() - began < 0.1

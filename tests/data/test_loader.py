@@ -138,6 +138,25 @@ def test_going_on_after_k_steps_equals_skipping_k(skip: int, num_workers: int) -
     assert rows(resumed) == rows(steps(Augmented())[skip:])
 
 
+def test_no_steps_are_none_and_a_run_that_was_cut_short_has_none_left() -> None:
+    loader = Loader(range(8), FakeWorld(), batch_size=2, epochs=3, max_steps=0)
+    assert (len(loader), list(loader)) == (0, [])
+    loader.seek(step=4, consumed=8)  # and the user has asked for less than that since
+    assert (len(loader), list(loader)) == (0, [])
+
+
+def test_a_loader_does_not_go_on_under_another_seed() -> None:
+    loader = Loader(range(12), FakeWorld(), batch_size=2, epochs=1, seed=1)
+    read = [batch.micro_batches[0].ids.tolist() for batch in islice(loader, 3)]
+    state, kind = loader.state_dict(), {"batch_size": 2, "epochs": 1}
+    with pytest.raises(ConfigError, match="seed 1 -> 2"):
+        Loader(range(12), FakeWorld(), seed=2, **kind).load_state_dict(state)  # type: ignore[arg-type]
+    again = Loader(range(12), FakeWorld(), seed=1, **kind)  # type: ignore[arg-type]
+    again.load_state_dict(state)
+    read += [batch.micro_batches[0].ids.tolist() for batch in again]
+    assert sorted(sum(read, [])) == list(range(12))
+
+
 def test_a_data_set_that_reads_several_samples_in_one_call_is_asked_so() -> None:
     whole = Batched()
     read = rows(steps(whole))
@@ -213,6 +232,19 @@ def test_a_bad_sample_among_several_is_named_or_left_out_alone() -> None:
         steps(Batched(bad=(3,)))
     left = rows(steps(Batched(bad=(3,)), max_steps=5, on_bad_sample="skip"))
     assert sorted(row[0] for row in left) == [i for i in range(20) if i != 3]
+
+
+def test_a_data_set_that_leaves_out_a_bad_sample_unasked_is_read_one_by_one() -> None:
+    class Silent(Batched):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            return super().__getitems__([index for index in indices if index not in self.bad])
+
+    with pytest.raises(DataError, match="sample 3 cannot be read"):
+        steps(Silent(bad=(3,)))
+    epoch = steps(Silent(bad=(3,)), on_bad_sample="skip", max_steps=5)
+    found = [m for batch in epoch for m in batch.micro_batches]
+    assert all(len(m.ids) == len(m.data) for m in found)
+    assert [sample for m in found for sample, _ in m.skipped] == [3]
 
 
 def test_a_bad_sample_goes_by_the_name_its_data_set_has_for_it() -> None:
@@ -298,8 +330,24 @@ def test_a_stream_that_fails_names_the_place() -> None:
             yield from islice(super().__iter__(), 5)
             raise OSError("connection lost")
 
-    with pytest.raises(DataError, match="sample 5 cannot be read: OSError: connection lost"):
+    with pytest.raises(DataError, match="sample 5 cannot be read: OSError: connection lost") as met:
         steps(Torn())
+    assert "on_bad_sample" not in str(met.value), "a stream cannot go on behind it"
+
+
+def test_an_iterator_is_not_taken_for_one_that_begins_anew() -> None:
+    def seen(dataset: Any) -> list[list[float]]:
+        loader = Loader(dataset, FakeWorld(), batch_size=2, max_steps=4)
+        taken = list(islice(loader, 3))
+        loader.seek(step=2, consumed=4)  # the third step is taken again
+        return rows([*taken, *loader])
+
+    first = seen(Stream())
+    assert first[4:6] == first[6:8]
+    with pytest.raises(DataError, match="taken again, and the stream cannot begin anew"):
+        seen(iter(Stream()))
+    with pytest.raises(DataError, match="an iterator at its end"):
+        seen(iter(Stream(3)))
 
 
 def test_an_empty_stream_is_refused() -> None:
@@ -319,6 +367,14 @@ def test_held_out_samples_are_read_once_over_all_ranks_in_the_same_batches(size:
         return [m.ids.tolist() for m in batches]
 
     assert [ids for rank in range(size) for ids in read(rank, size)] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_held_out_sample_that_is_skipped_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    skipping = LoaderConfig(on_bad_sample="skip")
+    batches = list(read_held_out(Holed(5), 2, FakeWorld(), 0, torch.stack, skipping))
+    assert [m.ids.tolist() for m in batches] == [[0, 1], [2], [4]]
+    (said,) = caplog.messages
+    assert said.startswith("rank 0, evaluation: sample 3 cannot be read: OSError: truncated file")
 
 
 # --- An order of the user's own ------------------------------------------------------------------

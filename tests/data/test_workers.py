@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import threading
 import time
@@ -276,6 +277,17 @@ def test_a_batch_that_cannot_travel_is_named() -> None:
         read(Unsendable())
 
 
+def test_a_batch_for_which_there_is_no_shared_memory_is_named(quick: None) -> None:
+    class Large(Rich):
+        def __getitem__(self, index: int) -> Any:
+            """A file, and so a piece of shared memory, has at most 1 MB in this worker."""
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+            return np.zeros(1 << 21, dtype=np.uint8)
+
+    with pytest.raises(DataError, match="sample 0, sample 1 cannot leave its worker: unable"):
+        read(Large(), timeout_s=1.0)
+
+
 def test_nothing_is_left_behind_by_reading_that_stops_early() -> None:
     def left() -> tuple[int, list[str]]:
         """Count open files, and name shared memory of this process; others have theirs."""
@@ -297,7 +309,7 @@ def test_nothing_is_left_behind_by_reading_that_stops_early() -> None:
 
 def test_workers_leave_stop_signals_to_their_parent() -> None:
     def meddle(turn: int) -> None:
-        for worker in children():
+        for worker in children() if turn > 1 else ():  # by then both have answered
             worker.terminate()
             worker.send_signal(signal.SIGINT)
 

@@ -267,6 +267,16 @@ class OwnBuffer(Mlp):
         return Remembers()
 
 
+class OwnStatistics(Mlp):
+    """Running statistics that do not count how often they moved."""
+
+    def build_model(self) -> nn.Module:
+        norm = nn.InstanceNorm1d(2, track_running_stats=True)
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), norm, nn.Flatten(), nn.Linear(8, 3)
+        )
+
+
 class Remembers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -295,6 +305,7 @@ def test_a_stream_that_knows_its_rank_is_seen(tmp_path: Path) -> None:
     ("task", "more", "message"),
     [
         (OwnBuffer(), {}, "the forward pass changes seen"),
+        (OwnStatistics(), {}, "the forward pass changes 2.running_mean, 2.running_var"),
         (Unannounced(), {}, "gathers = True"),
         (Mlp(), {"sync_batch_norm": True}, "set one of the two to false"),
     ],

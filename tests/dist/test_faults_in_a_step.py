@@ -1,6 +1,9 @@
 """What may go wrong inside a step: memory, and numbers that are none."""
 
 import json
+import math
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import RunConfig, fit, read_events
 from lockstep.checkpoint import CheckpointStore
-from lockstep.errors import NonFiniteError, OutOfMemoryError
+from lockstep.errors import ConfigError, NonFiniteError, OutOfMemoryError
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask, run_ranks
 
@@ -74,6 +77,51 @@ class Half(Poisoned):
         return {key: value.float() for key, value in super().collate(samples).items()}
 
 
+class Normed(Poisoned):
+    """The bad sample is no number itself, and reaches the running statistics."""
+
+    def build_model(self) -> nn.Module:
+        layers = (nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+        return nn.Sequential(*layers).double()
+
+    def train_data(self) -> list[dict[str, Tensor]]:
+        data = super().train_data()
+        data[17]["x"] = torch.full((5,), self.poison, dtype=torch.float64)
+        return data
+
+
+class Momentum(Half):
+    """In half precision, where the first steps overflow until the scaler has come down."""
+
+    poison = 0.0
+    fused = False
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr, momentum=0.9, fused=self.fused)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        return PartialLoss(20 * made.loss_sum, made.weight)
+
+
+class HungryStream(Hungry):
+    """Its samples come one after the other."""
+
+    def train_data(self) -> Any:
+        return Stream(super().train_data())
+
+    def eval_data(self) -> Any:
+        return None
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    def __init__(self, samples: list[dict[str, Tensor]]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(self.samples)
+
+
 def config_for(folder: Path, **more: Any) -> RunConfig:
     values = {
         "output_dir": str(folder),
@@ -100,8 +148,43 @@ def train(task: TinyTask, folder: Path, more: dict[str, Any]) -> int:
     return fit(task, config_for(folder, **more)).step
 
 
+def train_in_dirty_memory(task: TinyTask, folder: Path) -> None:
+    torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
+    fit(task, config_for(folder, precision="fp16", rate={"lr": 1e-4}))
+
+
 def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [e for e in read_events(folder) if e["event"] == kind]
+
+
+# --- Parts of the loss --------------------------------------------------------------------
+
+
+class Kinds(TinyTask):
+    """From the second step on, the second micro-batch brings other parts than the first."""
+
+    def __init__(self, *others: str) -> None:
+        super().__init__(num_samples=16, num_held_out=0)
+        self.others = others
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        names = self.others if context.step and context.place else ("ct",)
+        return PartialLoss(made.loss_sum, made.weight, dict.fromkeys(names, (torch.ones(()), 1.0)))
+
+
+@pytest.mark.parametrize("others", [("mri",), ("ct", "mri")])
+def test_parts_that_differ_between_ranks_are_refused(
+    others: tuple[str, ...], tmp_path: Path
+) -> None:
+    def refused() -> str:
+        batch = {"batch_size": 4, "global_batch_size": 8}
+        with pytest.raises(ConfigError) as caught:
+            fit(Kinds(*others), config_for(tmp_path, batch=batch))
+        return caught.value.problem
+
+    said = f"different parts of the loss in one step: ct and {', '.join(others)}"
+    assert all(said in problem for problem in run_ranks(2, refused))
 
 
 # --- Memory -------------------------------------------------------------------------------
@@ -144,6 +227,33 @@ def test_stop_means_stop(tmp_path: Path) -> None:
         run_ranks(1, train, Hungry("forward"), tmp_path, {"on_out_of_memory": "stop"})
 
 
+class Comparing(Hungry):
+    """Weighs samples by how many it sees together."""
+
+    gathers = True
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        return PartialLoss(made.loss_sum * len(context.gather(batch["x"])), made.weight, made.parts)
+
+
+def test_a_loss_that_compares_samples_is_not_halved(tmp_path: Path) -> None:
+    """It would compare each with half as many: another loss, on one rank too."""
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        fit(Comparing("forward"), config_for(tmp_path / "plain"))
+    exact = config_for(tmp_path / "exact", exact=True)
+    assert fit(Comparing("forward"), exact).step == 10, "there all of a step meet"
+
+
+def test_a_stream_is_walked_again_for_a_step_taken_again(tmp_path: Path) -> None:
+    straight, hit = tmp_path / "straight", tmp_path / "hit"
+    assert fit(HungryStream(), config_for(straight)).step == 10
+    assert fit(HungryStream("backward", most=2), config_for(hit)).step == 10
+    assert events_of(hit, "out_of_memory")
+    difference = (weights_of(hit) - weights_of(straight)).abs().max()
+    assert difference < 1e-13, difference
+
+
 # --- Numbers that are none ----------------------------------------------------------------
 
 
@@ -163,6 +273,24 @@ def test_a_bad_step_moves_nothing_and_can_be_met_again(tmp_path: Path) -> None:
     assert said in str(again.value)
 
 
+def test_what_a_bad_step_met_is_that_run_s_or_is_not_kept(tmp_path: Path) -> None:
+    """A disk without room for it neither hides the step nor ends a run that may go on."""
+
+    def meet(lr: float, **changes: Any) -> str:
+        with pytest.raises(NonFiniteError) as met:
+            fit(Poisoned(), config_for(tmp_path, resume="discard", rate={"lr": lr}, **changes))
+        return met.value.remedy
+
+    evidence = [Path(meet(lr).partition("resume=")[2]) for lr in (0.01, 0.02)][1]
+    config = CheckpointStore(tmp_path, recipe="tiny").open(evidence).meta["config"]
+    assert config["rate"]["lr"] == 0.02
+    shutil.rmtree(evidence.parent)
+    evidence.parent.write_text("in the way")
+    assert "the state that met it is not kept: cannot save" in meet(0.01)
+    skipped = fit(Poisoned(), config_for(tmp_path, resume="discard", on_non_finite="skip"))
+    assert skipped.step == 10
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_skipping_leaves_the_step_out_on_all_ranks(poison: float, tmp_path: Path) -> None:
     task = Poisoned()
@@ -174,7 +302,29 @@ def test_skipping_leaves_the_step_out_on_all_ranks(poison: float, tmp_path: Path
     assert torch.isfinite(weights_of(tmp_path / "two")).all()
     left_out = {e["step"] for e in events_of(tmp_path / "two", "non_finite")}
     assert len(left_out) >= 3  # once an epoch
+    losses = {e["step"] - 1: e["loss"] for e in events_of(tmp_path / "two", "step")}
+    assert {step for step, loss in losses.items() if math.isnan(loss)} == left_out
     assert all(e["each_once"] for e in events_of(tmp_path / "two", "epoch"))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_left_out_leaves_running_statistics_alone(exact: bool, tmp_path: Path) -> None:
+    """They are part of the model that is evaluated and saved."""
+    more = {"on_non_finite": "skip", "exact": exact}
+    run_ranks(2, train, Normed(), tmp_path, more)
+    assert events_of(tmp_path, "non_finite")
+    assert torch.isfinite(weights_of(tmp_path)).all()
+
+
+def test_a_fused_optimizer_whose_first_steps_are_left_out_ends_as_any_other(tmp_path: Path) -> None:
+    """Its momentum begins with nothing, and not with what lay in memory."""
+    ends = []
+    for fused in (False, True):
+        task, folder = Momentum(), tmp_path / str(fused)
+        task.fused = fused
+        run_ranks(1, train_in_dirty_memory, task, folder)
+        ends.append(weights_of(folder))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-7)
 
 
 def test_rewinding_takes_the_newest_checkpoint_s_weights(tmp_path: Path) -> None:

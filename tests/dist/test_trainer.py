@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from torch import Tensor, nn
 
 from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
 from lockstep.data.order import Ids, Leaf, Order, Shuffled, leaves_of
-from lockstep.errors import CheckpointError, ConfigError, LockstepError, NonFiniteError
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LockstepError,
+    NonFiniteError,
+)
 from lockstep.plan import BatchPlan
 from lockstep.runtime import World
 from lockstep.setup import prepare
@@ -143,6 +150,14 @@ def test_an_epoch_says_that_each_sample_was_used_once(num_ranks: int, tmp_path: 
     assert verdicts(tmp_path) == ["20 of 20 samples, each once"] * 2
 
 
+def test_the_rate_counts_the_samples_of_steps_that_are_smaller(tmp_path: Path) -> None:
+    run(tmp_path, 2, log_every=3, evaluation={"every_epochs": 9})
+    logged = events(tmp_path, "step")
+    assert [e["samples"] for e in logged] == [20, 40]
+    for event in logged:  # steps of 8, 8 and 4 samples
+        assert event["samples_per_second"] * 3 * event["step_time_s"] == pytest.approx(20)
+
+
 def test_what_is_dropped_is_said(tmp_path: Path) -> None:
     run(tmp_path, 2, batch={"batch_size": 2, "global_batch_size": 8})
     assert verdicts(tmp_path) == ["16 of 16 samples, each once"] * 2
@@ -266,6 +281,24 @@ def test_bad_samples_are_skipped_alike_for_every_number_of_ranks(tmp_path: Path)
 
 
 # --- Streams ----------------------------------------------------------------------------
+
+
+class TheirError(DataError):
+    """An error of a task's own."""
+
+
+class BrokenTask(TinyTask):
+    """A task whose data one rank cannot read, and says so in its own way."""
+
+    def train_data(self) -> list[dict[str, Tensor]]:
+        if os.environ["RANK"] == "1":
+            raise TheirError("row 7 is broken", "mend it")
+        return super().train_data()
+
+
+def test_an_error_that_a_task_derived_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    errors = run(tmp_path, 2, BrokenTask)
+    assert errors == [("DataError", "rank 1: row 7 is broken\n  try: mend it", 2)] * 2
 
 
 class StreamTask(TinyTask):
@@ -408,11 +441,39 @@ def test_discard_starts_over(of_one: Path, tmp_path: Path) -> None:
     assert len(events(tmp_path, "epoch")) == 2
 
 
+def test_discard_takes_nothing_that_may_not_be_a_run_s(tmp_path: Path) -> None:
+    """And does not begin beside it: a later resume would go on from what was to be gone."""
+    run(tmp_path, 1, max_steps=2)
+    (tmp_path / "config.json").unlink()
+    (refused,) = run(tmp_path, 1, resume="discard", max_steps=1)
+    assert "holds checkpoints and no config.json" in refused[1]
+    assert store(tmp_path).steps() == [2]
+
+
 def test_a_longer_run_goes_on_from_a_complete_one(of_one: Path, tmp_path: Path) -> None:
     run(tmp_path, 1, epochs=1)
     assert run(tmp_path, 1, epochs=2)[0].step == 6
     for name, tensor in weights(of_one).items():
         assert torch.equal(weights(tmp_path)[name], tensor)
+
+
+class Unseeded(TinyTask):
+    """First weights that no seed decides, and a look at the average in the end."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(os.getpid()))
+        return model
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> dict[str, float]:
+        return {"seen": float(model[0].weight.detach().sum())}  # of the average
+
+
+def test_averages_begin_with_the_first_rank_s_weights_on_every_rank(tmp_path: Path) -> None:
+    first, second = run(tmp_path, 2, lambda: Unseeded(NUM_SAMPLES), averages=[0.9], max_steps=3)
+    assert first.metrics["seen"] == second.metrics["seen"]
 
 
 # --- Changed numbers --------------------------------------------------------------------
@@ -440,6 +501,17 @@ def test_an_accepted_larger_batch_finishes_the_epochs_that_were_asked_for(tmp_pa
     assert events(tmp_path, "epoch")[-1]["message"] == "20 of 20 samples, each once"
 
 
+def test_an_accepted_global_batch_is_taken_on_other_ranks_too(tmp_path: Path) -> None:
+    run(tmp_path, 2, max_steps=2)
+    batch = {"batch_size": 2, "global_batch_size": 4, "drop_last": False}
+    (refused,) = run(tmp_path, 1, batch=batch)
+    assert "trained with global_batch_size 8, this run asks for 4" in refused[1]
+    run(tmp_path, 1, batch=batch, accept_changes=True)
+    checkpoint, _ = store(tmp_path).latest()
+    assert checkpoint is not None
+    assert checkpoint.meta["contract"]["plan"]["leaves_per_step"] == 2
+
+
 def test_a_run_sent_back_to_an_older_checkpoint_is_not_overtaken_by_what_it_left(
     of_one: Path, tmp_path: Path
 ) -> None:
@@ -450,6 +522,25 @@ def test_a_run_sent_back_to_an_older_checkpoint_is_not_overtaken_by_what_it_left
     assert store(tmp_path).steps()[-1] == 6
     name = "0.weight"
     assert not torch.equal(sent_back[name], weights(of_one)[name])
+
+
+def test_a_run_sent_to_what_it_had_left_can_always_go_on_from_there(tmp_path: Path) -> None:
+    """By a name that followed its checkpoint aside; and before anything is saved anew."""
+    saving = {"checkpoint": {"every_epochs": 1, "name_epochs": True}}
+    run(tmp_path, 1, **saving)
+    left = weights(tmp_path)
+    for epoch, step in ((1, 3), (2, 6)):
+        (result,) = run(
+            tmp_path, 1, resume=f"checkpoint_epoch_{epoch}.pt", max_steps=step, **saving
+        )
+        assert isinstance(result, RunResult), result
+        assert store(tmp_path).steps()[-1] == result.step == step
+    assert (tmp_path / "checkpoints" / "checkpoint_epoch_2.pt").resolve().name == "step_00000006"
+    assert all(torch.equal(weights(tmp_path)[name], tensor) for name, tensor in left.items())
+    run(tmp_path / "new", 1, resume=str(store(tmp_path).path(6)))  # nothing is left to do
+    assert store(tmp_path / "new").steps() == [6]
+    store(tmp_path / "new").set_aside_after(-1)  # as far as a kill might let it come
+    assert "superseded_1_step_00000006: set aside" in run(tmp_path / "new", 1)[0][1]
 
 
 def test_another_seed_in_mid_epoch_is_refused(tmp_path: Path) -> None:
@@ -476,6 +567,24 @@ def test_the_best_evaluation_is_saved_and_named_whenever_it_comes(tmp_path: Path
     assert store(tmp_path).open("best_model.pt").step == 4
 
 
+class Unlike(Scored):
+    """The ranks do not agree on the metric, and later only the first has it."""
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> dict[str, float]:
+        if context.world.is_first:
+            return super().finish_evaluation(model, context, folder)
+        return {"score": 9.0 - context.step} if context.step < 6 else {}
+
+
+def test_what_is_best_is_the_first_ranks_word_and_all_ranks_save(tmp_path: Path) -> None:
+    best = {"every_steps": 1, "best_metric": "score", "save_best": True}
+    done = run(tmp_path, 2, lambda: Unlike(NUM_SAMPLES), evaluation=best)
+    assert [result.step for result in done] == [6, 6]
+    assert store(tmp_path).open("best_model.pt").step == 4
+
+
 def test_checkpoints_of_epochs_and_of_steps_have_names_and_are_kept(tmp_path: Path) -> None:
     saving = {"every_epochs": 1, "every_steps": 2, "keep_last": 1}
     run(tmp_path, 2, checkpoint=saving | {"name_epochs": True, "name_steps": True})
@@ -493,6 +602,43 @@ def test_a_best_metric_that_is_not_measured_is_refused(tmp_path: Path) -> None:
     errors = run(tmp_path, 2, lambda: Scored(NUM_SAMPLES), evaluation=best)
     assert errors[0][0] == errors[1][0] == "ConfigError"
     assert "'scoer' is not measured" in errors[0][1]
+
+
+class Torn(TinyTask):
+    """A held-out sample cannot be read until it is mended."""
+
+    is_mended = False
+
+    def eval_data(self) -> Any:
+        data = super().eval_data()
+        return data if self.is_mended else TornList(data)
+
+
+class TornList(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        if index == 3:
+            raise OSError("torn")
+        return super().__getitem__(index)
+
+
+def test_an_evaluation_that_fails_loses_no_step_and_is_made_up_for(tmp_path: Path) -> None:
+    evaluation = {"every_epochs": 2, "save_best": True}
+    rare: dict[str, Any] = {"checkpoint": {"every_epochs": 9}, "evaluation": evaluation}
+    errors = run(tmp_path, 2, lambda: Torn(NUM_SAMPLES), **rare)
+    assert {(kind, code) for kind, _, code in errors} == {("DataError", 2)}
+    assert "sample 3 cannot be read" in errors[0][1]
+    saved, _ = store(tmp_path).latest()
+    assert saved is not None
+    assert (saved.step, saved.meta["metrics"]) == (6, {})
+
+    Torn.is_mended = True
+    try:
+        done = run(tmp_path, 2, lambda: Torn(NUM_SAMPLES), **rare, accept_changes=True)
+    finally:
+        Torn.is_mended = False
+    assert [result.step for result in done] == [6, 6]
+    assert done[0].metrics.keys() >= {"loss"}
+    assert store(tmp_path).open("best_model.pt").step == 6
 
 
 class Frozen(TinyTask):
@@ -562,6 +708,32 @@ def test_changed_optimizer_settings_need_a_word(tmp_path: Path) -> None:
     assert checkpoint.load("optimizer")["param_groups"][0]["weight_decay"] == 0.3
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says", "after"),
+    [
+        ("AdamW", "RMSprop", "alpha None -> 0.99", "RMSprop goes on"),
+        ("SGD", "AdamW", "saved state does not fit", "saved state does not fit"),
+    ],
+)
+def test_another_kind_of_optimizer_is_refused_or_begins_anew(
+    old: str, new: str, says: str, after: str, tmp_path: Path
+) -> None:
+    class Moved(TinyTask):
+        kind = old
+
+        def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+            more = {"momentum": 0.9} if self.kind == "SGD" else {}
+            kind: type[torch.optim.Optimizer] = getattr(torch.optim, self.kind)
+            return kind(model.parameters(), lr=lr, **more)  # type: ignore[call-arg]
+
+    run(tmp_path, 1, lambda: Moved(NUM_SAMPLES), max_steps=2)
+    Moved.kind = new
+    (refused,) = run(tmp_path, 1, lambda: Moved(NUM_SAMPLES))
+    assert says in refused[1]
+    (result,) = run(tmp_path, 1, lambda: Moved(NUM_SAMPLES), accept_changes=True)
+    assert after in (f"{new} goes on" if isinstance(result, RunResult) else result[1])
+
+
 def test_a_refused_run_discards_and_overwrites_nothing(tmp_path: Path) -> None:
     class Missing(TinyTask):
         def train_data(self) -> list[dict[str, Tensor]]:
@@ -596,9 +768,9 @@ def test_good_steps_are_saved_before_a_bad_sample_ends_the_run(tmp_path: Path) -
 # --- A loop of one's own around the same parts ---------------------------------------------
 
 
-def own_loop(folder: Path, counts: bool = True) -> RunResult:
+def own_loop(folder: Path, counts: bool = True, **more: Any) -> RunResult:
     """Train as `fit` does, with a constant rate, and an extra line in the banner."""
-    config, task = config_for(folder), TinyTask(NUM_SAMPLES)
+    config, task = config_for(folder, **more), TinyTask(NUM_SAMPLES)
     with ExitStack() as stack:
         world = stack.enter_context(World.enter(config.device, config.timeout_s))
         signals = stack.enter_context(StopSignals())
@@ -628,6 +800,47 @@ def test_a_loop_of_ones_own_is_fit_to_the_last_bit(num_ranks: int, tmp_path: Pat
 def test_a_loop_that_does_not_count_its_steps_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"took\(report, batch\)"):
         run_ranks(1, own_loop, tmp_path, False)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_that_leaves_out_exact_mode_is_refused(num_ranks: int, tmp_path: Path) -> None:
+    """Nobody would sum the gradients of two ranks, which would go apart, and save."""
+    with pytest.raises(RuntimeError, match=r"(?s)exact=true.*leaf_sum=run.leaf_sum"):
+        run_ranks(num_ranks, partial(own_loop, exact=True), tmp_path)
+
+
+def test_a_save_that_fails_at_the_end_does_not_hide_what_ended_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mistaken(TinyTask):
+        def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
+            if context.step == 2:
+                raise ValueError("the user's own mistake")
+            return super().loss(model, batch, context)
+
+    def write_late(*_: Any) -> None:
+        time.sleep(0.3)
+        raise CheckpointError("the disk is full", "room")
+
+    monkeypatch.setattr(CheckpointStore, "write_share", write_late)
+    with pytest.raises(ValueError, match="the user's own mistake"):
+        fit(Mistaken(NUM_SAMPLES), config_for(tmp_path, evaluation={"every_epochs": 9}))
+    said = [e["message"] for e in read_events(tmp_path, raw=True) if e["event"] == "warning"]
+    assert said == ["NOT SAVED: the disk is full"]
+
+
+def test_a_bad_sample_is_named_though_the_disk_is_full(tmp_path: Path) -> None:
+    def fill_disk() -> None:
+        def write_share(*_: Any) -> None:
+            raise CheckpointError("the disk is full", "room")
+
+        CheckpointStore.write_share = write_share  # type: ignore[method-assign]
+
+    for said in run(tmp_path, 2, lambda: OneHoleTask(NUM_SAMPLES), fill_disk, checkpoint={}):
+        assert said[0] == "DataError"
+        assert "sample 5 cannot be read" in said[1]
+    warned = [e["message"] for e in read_events(tmp_path, raw=True) if e["event"] == "warning"]
+    assert warned == ["NOT SAVED: rank 0: the disk is full"]
 
 
 def test_what_ends_a_run_says_on_which_rank_and_after_which_step(tmp_path: Path) -> None:
@@ -714,3 +927,24 @@ def test_a_tasks_settings_are_recorded_and_alike_on_all_ranks(tmp_path: Path) ->
     assert "different settings" in errors[0][1]
     run(tmp_path, 2, lambda: Settled(NUM_SAMPLES, num_held_out=0), max_steps=1)
     assert json.loads((tmp_path / "config.json").read_text())["task"] == {"width": 3}
+
+
+@pytest.mark.parametrize("resume", ["discard", "never", "step_00000002"])
+def test_a_job_that_starts_a_run_again_goes_on_whatever_it_asked_for_at_first(
+    resume: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Else it would discard, refuse, or go back from, what it has trained itself."""
+    env, saving = {"SLURM_JOB_ID": "7"}, {"every_steps": 1, "keep_last": 1}
+
+    def start(**changes: Any) -> Any:
+        return run(tmp_path, 1, before=lambda: os.environ.update(env), resume=resume, **changes)[0]
+
+    if resume.startswith("step"):
+        run(tmp_path, 1, max_steps=2)
+    assert start(max_steps=5, checkpoint=saving).step == 5
+    env["SLURM_RESTART_COUNT"] = "1"
+    capfd.readouterr()
+    assert start().step == 6
+    assert "resumed at step 5" in capfd.readouterr().out
+    env["SLURM_JOB_ID"] = "8"
+    assert resume != "never" or start()[0] == "ConfigError", "another job's is not its own"

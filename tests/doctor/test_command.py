@@ -28,13 +28,17 @@ ENV = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']
         ("python -m mine.train --x", "python", 1, None, "-m"),
         ("lockstep run jit --gpus 2 --epochs 3", "lockstep", 2, None, "-m"),
         ("lockstep launch --gpus 3 t.py --x 1", "lockstep", 3, None, "t.py"),
+        ("lockstep launch --gpus 3 -m mine.train --x 1", "lockstep", 3, None, "-m"),
+        ("torchrun --nproc_per_node=gpu t.py", "torchrun", 6, 29500, "t.py"),
+        ("python -m torch.distributed.run --nproc-per-node=auto t.py",
+         "torchrun", 6, 29500, "t.py"),
         ("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=2 t.py", "torchrun", 2, 29500, "t.py"),
     ],
 )  # fmt: skip
 def test_a_guides_command(
     line: str, launcher: str, num: int, port: int | None, script: str, tmp_path: Path
 ) -> None:
-    found = read_command(line.split(), ENV, tmp_path)
+    found = read_command(line.split(), ENV, tmp_path, num_gpus=6)
     assert (found.launcher, found.num_processes, found.port) == (launcher, num, port)
     assert found.script[0] == script
     assert found.folder == tmp_path

@@ -324,6 +324,7 @@ def batch(lines: str, body: str = "srun python train.py") -> Command:
     [
         ("#SBATCH --signal=TERM@120", 30.0, "ok"),
         ("#SBATCH --signal=TERM@120", 200.0, "fail"),
+        ("#SBATCH --signal=15@120", 30.0, "ok"),
         ("#SBATCH --signal=USR2@120", 1.0, "fail"),
         ("#SBATCH --signal=B:USR1@120", 1.0, "fail"),
         ("#SBATCH --time=1:00:00", 1.0, "ok"),

@@ -5,21 +5,21 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from processes import BIN, HERE, Start, last_step, wait_until
+from processes import BIN, HERE, LAUNCH_LOCALLY, Start, last_step, wait_until
 
 from lockstep.checkpoint import CheckpointStore
 from lockstep.errors import LaunchError
 from lockstep.launch import roll_call
 from lockstep.launch.local import follow_log
-from lockstep.testing import free_port
+from lockstep.testing import free_port, run_ranks
 
 LAUNCH = (BIN / "lockstep", "launch", "--gpus")
 TRAIN = HERE / "train_and_save.py"
@@ -100,6 +100,56 @@ def test_a_rank_that_leaves_is_not_taken_for_those_it_leaves_alone(
     assert "Traceback" not in launched.text, "rank 1 lost its peer, which is no cause"
 
 
+def test_an_error_of_ours_that_a_script_lets_through_is_not_tried_again(
+    tmp_path: Path, start: Start
+) -> None:
+    (tmp_path / "own.py").write_text("import lockstep.errors as e; raise e.DataError('no', 'a')")
+    launched = start(*LAUNCH, "1", "--restarts=3", tmp_path / "own.py")
+    assert launched.finish(30) == 2, launched.text
+    assert "start again" not in launched.text
+
+
+WATCHED = """
+import os, threading, time
+threading.Timer(0.1, lambda: os._exit(7)).start()
+time.sleep(60)
+"""
+
+
+def test_a_thread_may_end_its_rank(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "watched.py").write_text(WATCHED)
+    launched = start(*LAUNCH, "1", tmp_path / "watched.py")
+    assert launched.finish(30) == 7, launched.text
+
+
+DEAF = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open("deaf", "w").close()
+    time.sleep(300)
+while not os.path.exists("deaf"):
+    time.sleep(0.01)
+raise ZeroDivisionError("the planted fault")
+"""
+IMPATIENT = (  # torch waits 30 s before it kills
+    "from torch.multiprocessing.spawn import ProcessContext as P; "
+    "wait = P._join_procs_with_timeout; "
+    "P._join_procs_with_timeout = lambda ranks, seconds: wait(ranks, 1); "
+)
+
+
+def test_a_rank_that_the_agent_had_to_kill_is_not_taken_for_the_cause(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deaf.py").write_text(DEAF)
+    launched = start(sys.executable, "-c", IMPATIENT + LAUNCH_LOCALLY, "deaf.py")
+    assert launched.finish() == 1, launched.text
+    said = f"lockstep: rank 0 on {socket.gethostname()}: ZeroDivisionError: the planted fault"
+    assert said in launched.text, launched.text
+
+
 # --- A rank that is killed -----------------------------------------------------------------------
 
 
@@ -151,6 +201,19 @@ def test_two_launchers_form_one_group_and_go_on_together(tmp_path: Path, start: 
     assert weights(tmp_path / "two") == weights(tmp_path / "alone")
 
 
+def test_a_machine_that_gives_up_is_told_of_on_the_others_in_a_line(
+    tmp_path: Path, start: Start
+) -> None:
+    nodes = (*LAUNCH, "1", "--nodes=2", f"--head=localhost:{free_port()}", "--restarts=3")
+    words = (TRAIN, tmp_path, "--fail_at=2", "--fail_rank=1", "--fail_with=2")
+    both = [start(*nodes, f"--node-rank={rank}", *words) for rank in (0, 1)]
+    codes = [one.finish(60) for one in both]
+    assert sorted(codes) == [1, 2], [one.text for one in both]
+    other = both[codes.index(1)].text
+    assert "\nlockstep: the 2 machines do not meet again\n  try: " in other
+    assert "elastic" not in other, "no traceback of the launcher's own"
+
+
 def test_a_machine_that_does_not_come_is_named(start: Start) -> None:
     head = f"localhost:{free_port()}"
     nodes = (*LAUNCH, "1", "--nodes=3", f"--head={head}", "--wait=6")
@@ -162,15 +225,18 @@ def test_a_machine_that_does_not_come_is_named(start: Start) -> None:
         ), one.text
 
 
-def test_the_verdict_is_heard_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head looks again only after the others' own wait is over; it ends when all have read."""
-    monkeypatch.setattr(roll_call, "POLL_S", 3.0)
-    head = f"localhost:{free_port()}"
-    with ThreadPoolExecutor() as pool:
-        calls = [pool.submit(roll_call.call_roll, head, 3, rank, 1.0) for rank in (0, 1)]
-        for call in calls:
-            with pytest.raises(LaunchError, match=r"did not come within 1 s: node 2\n"):
-                call.result(30)
+def call_roll_seldom(head: str) -> str:
+    """Answer a roll call that looks again only after the others' own wait is over."""
+    roll_call.POLL_S = 3.0
+    with pytest.raises(LaunchError) as missing:
+        roll_call.call_roll(head, 3, int(os.environ["RANK"]), 1.0)
+    return missing.value.problem
+
+
+def test_the_verdict_is_heard_however_late_it_is() -> None:
+    """In processes of their own: a store that is left here would be inherited by every fork."""
+    said = run_ranks(2, call_roll_seldom, f"localhost:{free_port()}")
+    assert said == ["of 3 nodes, these did not come within 1 s: node 2"] * 2
 
 
 # --- What is kept --------------------------------------------------------------------------------

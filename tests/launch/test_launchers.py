@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from meet import meet
 from processes import BIN, HERE, LAUNCH_LOCALLY, Fork, Start
 
 from lockstep.errors import LaunchError
-from lockstep.runtime import World
+from lockstep.runtime import World, group_timeout_s
 from lockstep.testing import free_port
 
 MEET = HERE / "meet.py"
@@ -208,6 +209,11 @@ def test_nccl_timeout_that_is_no_number_is_refused_before_anyone_waits(
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(LaunchError, match="NCCL_TIMEOUT='half an hour'"):
         World.enter()
+
+
+def test_nccl_timeout_may_say_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_TIMEOUT", "1e300")
+    timedelta(seconds=group_timeout_s(60))  # which ends at some number
 
 
 def enter_as_first_of_two(monkeypatch: pytest.MonkeyPatch, port: int) -> None:

@@ -88,8 +88,13 @@ def test_an_echo_within_a_second_counts_as_one_signal(tmp_path: Path, fork: Fork
     assert saved_step(tmp_path) == last_step(tmp_path)
 
 
+def impatient_run(folder: Path) -> None:
+    os.environ["NCCL_TIMEOUT"] = "15"
+    main([str(folder)])
+
+
 def test_a_second_signal_leaves_at_once_out_of_a_collective(tmp_path: Path, fork: Fork) -> None:
-    ranks = fork(slow_run(tmp_path), slow_run(tmp_path))
+    ranks = fork(partial(impatient_run, tmp_path), partial(impatient_run, tmp_path))
     wait_for_step(tmp_path, 2, ranks)
     ranks.send(1, signal.SIGSTOP)
     step = last_step(tmp_path)
@@ -102,9 +107,10 @@ def test_a_second_signal_leaves_at_once_out_of_a_collective(tmp_path: Path, fork
     began = time.monotonic()
     assert ranks.exit_code(0, 10) == 143
     assert time.monotonic() - began < 1
-    # The other one finds the first gone, and ends by itself too.
+    # The other one finds the first gone, and ends by itself too. Gloo misses it in some of a
+    # hundred cases (docs/log.md): then the collective's own limit ends it.
     ranks.send(1, signal.SIGCONT)
-    assert ranks.exit_code(1, 10) != 0
+    assert ranks.exit_code(1, 30) != 0
 
 
 # --- Signals to everyone -----------------------------------------------------
@@ -166,6 +172,17 @@ def test_our_launcher_passes_a_signal_on_and_keeps_its_exit_code(
     assert saved_step(tmp_path) == last_step(tmp_path)
     assert ranks.orphans() == []
     assert "Traceback" not in ranks.text
+
+
+def test_our_launcher_lives_through_the_hangup_that_nohup_is_for(
+    tmp_path: Path, start: Start
+) -> None:
+    words = (HERE / "train_and_save.py", tmp_path, "--step_s=0.05")
+    ranks = start("nohup", sys.executable, "-c", LAUNCH_LOCALLY, *words)
+    wait_for_step(tmp_path, 2, ranks)
+    os.killpg(ranks.pid, signal.SIGHUP)
+    assert ranks.finish(60) == 0, ranks.text
+    assert saved_step(tmp_path) == 24
 
 
 # --- Failures ----------------------------------------------------------------

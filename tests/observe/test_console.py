@@ -199,6 +199,17 @@ def test_no_color_means_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", stream.getvalue())
 
 
+def test_a_letter_that_a_stream_does_not_know_silences_nothing(tmp_path: Path) -> None:
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="latin-1", write_through=True)
+    console = Console(10, stream, log_file=tmp_path / "log")
+    for text in ("before", "输出", "half a letter: \udcff", "after"):
+        console.note(text)
+    assert written.getvalue() == b"before\n\\u8f93\\u51fa\nhalf a letter: \\udcff\nafter\n"
+    kept = (tmp_path / "log").read_text(encoding="utf-8")
+    assert kept == "before\n输出\nhalf a letter: \\udcff\nafter\n"
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_closed_stream_does_not_end_the_run(is_terminal: bool) -> None:
     stream = io.StringIO()

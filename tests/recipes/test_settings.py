@@ -1,5 +1,6 @@
 """Settings files: what is inherited, what the environment says, and what is refused by name."""
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ def test_a_file_holds_only_what_differs_from_its_base(tmp_path: Path) -> None:
         "data": {"batch_size": 4, "num_workers": 0},
         "training": {"epochs": 20},
     }
+
+
+def test_a_section_with_nothing_below_it_leaves_the_base_alone(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "training:\n  learning_rate: 5e-4\n  epochs: 7")
+    over = write(tmp_path, "mine.yaml", "_base_: base.yaml\ntraining:\n  # learning_rate: 1e-3\n")
+    assert read_settings(over) == {"training": {"learning_rate": "5e-4", "epochs": 7}}
 
 
 def test_values_come_from_the_environment_or_their_default(
@@ -57,3 +64,14 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path, text: str, said
 
 def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
     assert read_settings(write(tmp_path, "a.yaml", "# nothing yet\n")) == {}
+
+
+@pytest.mark.parametrize("recipe", ["protein", "segmentation"])
+def test_a_rehearsal_with_another_seed_uses_the_data_that_the_last_one_made(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_REHEARSAL", "1")
+    monkeypatch.chdir(tmp_path)
+    build = import_module(f"lockstep_recipes.{recipe}.flags").build
+    for seed in ("0", "1"):
+        build(["--output_dir=run", "--seed", seed])

@@ -82,7 +82,7 @@ def test_warned_of_the_time_limit_it_saves_and_queues_itself_again_once(
 def test_requeued_by_an_operator_it_goes_on(
     cluster: Cluster, submit: Submit, uninterrupted: bytes
 ) -> None:
-    job = submit("train_steps.py", "run", "0.1")
+    job = submit("train_steps.py", "run", "0.1", "none", "discard")
     job.wait_for_step(6)
     cluster.ask("scontrol", "requeue", job.job_id)
     assert job.finish() == 0, job.text
@@ -111,7 +111,7 @@ def test_cancelled_it_ends_and_submitted_again_it_goes_on(
 def test_a_killed_rank_is_started_again_with_the_others(
     cluster: Cluster, submit: Submit, uninterrupted: bytes
 ) -> None:
-    job = submit("train_steps.py", "run", "0.1")
+    job = submit("train_steps.py", "run", "0.1", "none", "discard")
     job.wait_for_step(6)
     rank = f"{sys.executable} -m lockstep.launch.worker train_steps.py run"
     assert cluster.kill_on("node2", signal.SIGKILL, rank) == 1

@@ -168,6 +168,14 @@ def test_a_failure_is_tried_as_often_as_was_asked(batch: Batch) -> None:
     assert "a rank ended with exit code 1; all start again (try 3 of 3)" in batch.said
 
 
+def test_ranks_can_tell_that_they_are_started_again(batch: Batch) -> None:
+    told = 'echo "start $LOCKSTEP_RESTART_COUNT"'
+    batch.stand_in("srun", f"[[ $1 != --kill* ]] || {{ {told}; exit 1; }}")
+    batch.run("1", restarts=1)
+    starts = [line for line in batch.said.splitlines() if line.startswith("start ")]
+    assert starts == ["start 0", "start 1"]
+
+
 # srun reports the highest exit code. After the rank of the script there is another.
 SEVERAL = 'while [[ $1 == --* ]]; do shift; done; "$@"; "${@:1:4}" bash -c "exit %d"; exit 255'
 
@@ -200,6 +208,7 @@ def test_the_error_of_the_first_rank_is_shown_and_the_others_a_line(batch: Batch
         ("import os; os._exit(3)", "3"),
         ("import sys; sys.exit('no')", "1"),
         ("raise ValueError('no')", "1\nValueError: no"),
+        ("import lockstep.errors as e; raise e.DataError('no', 'a')", "2\nDataError: no try: a"),
         ("import os; os.fork() or os._exit(5); os.wait()", ""),
     ],
 )
@@ -219,6 +228,27 @@ def test_a_rank_tells_its_end_before_the_others_can_notice_it(
 
 
 # --- A bug that comes back -------------------------------------------------------
+
+
+STOPPED = """
+import os, signal
+from lockstep import RunConfig, fit
+from lockstep.testing import TinyTask
+
+class Task(TinyTask):
+    def loss(self, model, batch, context):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return super().loss(model, batch, context)
+
+sinks = {"curves": False}
+fit(Task(), RunConfig.parse({"output_dir": "run", "epochs": 3, "device": "cpu", "sinks": sinks}))
+"""
+
+
+def test_a_script_that_does_not_say_it_was_stopped_is_queued_again(batch: Batch) -> None:
+    (batch.folder / "train.py").write_text(STOPPED)
+    assert batch.run() == 138, batch.said
+    assert batch.asked == ["requeue 7"]
 
 
 def test_the_same_error_three_times_is_not_tried_again(batch: Batch) -> None:

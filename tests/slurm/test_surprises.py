@@ -4,6 +4,8 @@ Each row is what a process really finds, by how it was started. `tests/test_dete
 the plain cases.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from lockstep.detect import detect_launch
@@ -100,7 +102,8 @@ def test_tasks_of_an_array_do_not_meet_each_other() -> None:
 
 def test_a_job_queued_again_meets_where_it_met_before() -> None:
     first, again = (task(1, 2, "1(x2)", 1, 0, SLURM_RESTART_COUNT=n) for n in ("0", "1"))
-    assert detect_launch(first) == detect_launch(again)
+    assert detect_launch(again).is_again
+    assert replace(detect_launch(again), is_again=False) == detect_launch(first)
 
 
 def test_a_size_that_an_sbatch_script_exported_for_torchrun_is_named() -> None:

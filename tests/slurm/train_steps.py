@@ -1,9 +1,9 @@
 """What the cluster tests submit: a real run on ranks, its steps slow enough to be hit in.
 
-python train_steps.py FOLDER [STEP_SECONDS] [FAULT]
+python train_steps.py FOLDER [STEP_SECONDS] [FAULT] [RESUME]
 
-A FAULT is an exception at step 10 on the last rank (`bug`), or a request that cannot
-work (`refused`).
+A FAULT is an exception at step 10 on the last rank (`bug`), a request that cannot work
+(`refused`), or `none`.
 """
 
 import sys
@@ -43,10 +43,11 @@ class SlowTask(TinyTask):
         return super().loss(model, batch, context)
 
 
-def config(folder: str) -> RunConfig:
+def config(folder: str, resume: str = "auto") -> RunConfig:
     return RunConfig.parse(
         {
             "output_dir": folder,
+            "resume": resume,
             "max_steps": NUM_STEPS,
             "batch": {"batch_size": 2, "global_batch_size": 8},
             "evaluation": {"every_epochs": None},
@@ -59,8 +60,8 @@ def config(folder: str) -> RunConfig:
 
 
 def build(argv: Sequence[str]) -> tuple[TinyTask, RunConfig]:
-    folder, step_s, fault = (*argv, *("", "0", "")[len(argv) :])
-    return SlowTask(float(step_s), fault), config(folder)
+    folder, step_s, fault, resume = (*argv, *("", "0", "none", "auto")[len(argv) :])
+    return SlowTask(float(step_s), fault), config(folder, resume)
 
 
 if __name__ == "__main__":

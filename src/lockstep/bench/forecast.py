@@ -115,7 +115,9 @@ def forecast(timeline: Timeline, link: Link, ranks: int) -> Forecast:
         return step_s(own, slower, sums_s * factor) + times * late_s
 
     middle_s = case(1.0, 1.0)
-    rate = own.samples * ranks / middle_s
+    # Micro-batches that do not share out evenly leave some ranks with one less.
+    is_whole = timeline.fixed_batch and timeline.micro_batches >= ranks
+    rate = (timeline.samples if is_whole else own.samples * ranks) / middle_s
     speed_up = rate / (timeline.samples / timeline.step_s)
     return Forecast(
         ranks=ranks,

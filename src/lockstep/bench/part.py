@@ -23,6 +23,7 @@ PART = "bench.json"
 WARMUP_STEPS = 4
 """The first steps build buckets, choose kernels and fill caches."""
 NEVER = 10**9
+SHARDED = "a sharded model exchanges inside its passes: that is not told apart, nor forecast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class Actor:
             run.held_out = None
             if config.exact:
                 self.probe.remarks.append("measured without exact mode")
+            if config.parallel == "fsdp":
+                self.probe.remarks.append(SHARDED)
             return run
 
         module.prepare = staged  # type: ignore[attr-defined]

@@ -160,7 +160,7 @@ class Measured:
     @property
     def exposed_s(self) -> float:
         """Return the part of the exchange that nothing hides."""
-        return max(0.0, self.step_s - self.compute_s) if self.ranks > 1 else 0.0
+        return max(0.0, self.step_s - self.compute_s) if self.sizes else 0.0
 
     @property
     def sums_s(self) -> float:
@@ -189,6 +189,6 @@ class Measured:
 
     def link(self) -> Link | None:
         """Return the link that the ranks talked over."""
-        if self.ranks == 1:
+        if not self.sizes:  # one process, or a sharded model
             return None
         return fit_link(self.sizes, self.ranks, f"as measured between {self.ranks} processes here")

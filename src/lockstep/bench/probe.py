@@ -259,6 +259,7 @@ class Probe:
             "global_batch": plan.global_batch,
             "micro_batches": plan.accumulate,
             "compile": run.config.compile,
+            "parallel": run.config.parallel,
             "fixed_batch": run.config.batch.global_batch_size is not None,
             "parameters": sum(p.numel() for p in self.parameters.values()),
         }
@@ -336,7 +337,7 @@ class Probe:
             if steps <= 1 + num_ahead:  # these were read while nobody asked
                 began = time.perf_counter()
                 continue
-            samples += sum(len(micro.ids) for micro in batch.micro_batches)
+            samples += sum(len(micro.ids) for micro in batch.micro_batches if micro.counts)
             if steps >= INPUT_STEPS + num_ahead or time.perf_counter() - opened > INPUT_S:
                 break
         self.clock.settle()

@@ -83,10 +83,17 @@ def limit_of(found: Measured, one: Measured) -> str:
     if found.ranks > 1:
         losses |= {"communication": found.exposed_s, "sums": found.sums_s}
         losses["each other"] = own_s - alone_s(found, one) - found.sums_s
+        if not found.sizes:
+            losses = {"input": found.wait_s, "sharded": losses["each other"]}
     worst = max(losses, key=lambda name: losses[name])
     if losses[worst] < WORTH_NAMING * found.step_s:
         rest_s = found.step_s - found.wait_s - found.exposed_s
         return f"compute: {_ms(rest_s)} of {_ms(found.step_s)} ms"
+    if worst == "sharded":
+        return (
+            f"sharding or each other: a step's own work takes {_ms(own_s)} ms, exchanges inside it "
+            f"included, {_ms(alone_s(found, one))} ms by itself"
+        )
     if worst == "communication":
         return (
             f"communication: {_ms(found.exposed_s)} ms of all-reduce do not hide behind "
@@ -127,6 +134,8 @@ class Scaling:
         link = most.link()
         timeline = one.timeline(num_sums=most.sums_per_step)
         links = [asked or link] if asked or link else list(INTERCONNECTS.values())
+        if one.facts["parallel"] == "fsdp":
+            links = []
         forecasts = [(k, [forecast(timeline, k, n) for n in SIZES]) for k in links if k]
         rows = [Row.of(each, one) for each in found]
         remarks = list(dict.fromkeys(said for each in found for said in each.facts["remarks"]))
@@ -207,7 +216,7 @@ def step_lines(found: Measured) -> list[str]:
         "between steps": (between_s, "votes of the ranks, log"),
         "exchange": (found.exposed_s, f"not hidden, of {_ms(found.exchange_s)} ms by itself"),
     }
-    if found.ranks == 1:
+    if not found.sizes:
         parts.pop("exchange")
     all_s = sum(seconds for seconds, _ in parts.values())
     lines = [

@@ -12,6 +12,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +213,12 @@ def _feed(digest: Any, node: Any) -> None:
             _feed(digest, value)
     elif node is None or isinstance(node, bool | int | float | str | bytes | np.generic):
         digest.update(f"{type(node).__name__}{node!r};".encode())
+    elif isinstance(node, set | frozenset):
+        _feed(digest, sorted(hash_of(value) for value in node))
     elif hasattr(node, "__dict__"):
         _feed(digest, vars(node))
+    elif is_dataclass(node):  # with slots
+        _feed(digest, {field.name: getattr(node, field.name) for field in fields(node)})
     else:
         digest.update(type(node).__name__.encode())
 

@@ -4,29 +4,15 @@ Owns: the names the rest of lockstep uses. Does not own: when to save, or what
 a run should do when nothing can be loaded.
 """
 
-from lockstep.checkpoint.layout import Checkpoint, Written
-from lockstep.checkpoint.lock import FolderLock
-from lockstep.checkpoint.state import (
-    flatten,
-    load_model_state,
-    load_optimizer,
-    share_of,
-    snapshot,
-    unflatten,
-)
-from lockstep.checkpoint.store import CheckpointStore
-from lockstep.checkpoint.writer import BackgroundWriter
-
-__all__ = [
-    "BackgroundWriter",
-    "Checkpoint",
-    "CheckpointStore",
-    "FolderLock",
-    "Written",
-    "flatten",
-    "load_model_state",
-    "load_optimizer",
-    "share_of",
-    "snapshot",
-    "unflatten",
-]
+from lockstep.checkpoint.layout import Checkpoint as Checkpoint
+from lockstep.checkpoint.layout import Written as Written
+from lockstep.checkpoint.lock import FolderLock as FolderLock
+from lockstep.checkpoint.state import KERNELS as KERNELS
+from lockstep.checkpoint.state import flatten as flatten
+from lockstep.checkpoint.state import load_model_state as load_model_state
+from lockstep.checkpoint.state import load_optimizer as load_optimizer
+from lockstep.checkpoint.state import share_of as share_of
+from lockstep.checkpoint.state import snapshot as snapshot
+from lockstep.checkpoint.state import unflatten as unflatten
+from lockstep.checkpoint.store import CheckpointStore as CheckpointStore
+from lockstep.checkpoint.writer import BackgroundWriter as BackgroundWriter

@@ -39,6 +39,8 @@ FILE_DTYPES: Final = {
 """Dtypes a safetensors file can name; a tensor of another one is stored as its bytes."""
 
 RESERVED_NAME: Final = "__metadata__"
+KERNELS: Final = ("fused", "foreach", "capturable", "differentiable")
+"""Settings of an optimizer that say how it computes, not what."""
 MAX_DIFFERENCES_SHOWN: Final = 30
 
 
@@ -207,13 +209,11 @@ def snapshot(tree: Any, is_wanted: bool = True, spare: dict[str, Tensor] | None 
         whole = gathered(tensor)
         if is_wanted and id(tensor) not in copies:
             fits = name in used and _describe(used[name]) == _describe(whole)
-            copies[id(tensor)] = used[name].copy_(whole) if fits else _host_copy(whole)
+            used[name] = used[name].copy_(whole) if fits else _host_copy(whole)
+            copies[id(tensor)] = used[name]  # under one name: what is tied now may part later
     if not is_wanted:
         return {}
-    copied = {name: copies[id(tensor)] for name, tensor in tensors.items()}
-    used.clear()
-    used.update(copied)
-    return unflatten(skeleton, copied)
+    return unflatten(skeleton, {name: copies[id(tensor)] for name, tensor in tensors.items()})
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -246,6 +246,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load an optimizer's state, of each parameter what this rank has of it.
 
+    Which kernels it runs stays as it was built: a file may come from another device.
+
     Raises:
         ValueError: it has other parameter groups.
     """
@@ -256,11 +258,20 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for index, kept in state["state"].items()
         if index in own
     }
-    optimizer.load_state_dict({**state, "state": {**state["state"], **placed}})
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items():  # files hold rows; a fused optimizer wants the layout
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    groups = [dict(saved) for saved in state["param_groups"]]
+    for saved, built in zip(groups, optimizer.param_groups, strict=False):
+        saved.update((name, built[name]) for name in KERNELS if name in built)
+    merged = {"state": {**state["state"], **placed}, "param_groups": groups}
+    optimizer.load_state_dict({**state, **merged})
+    for index, saved in placed.items():
+        parameter, kept = own[index], optimizer.state.get(own[index], {})
+        # Torch casts to the parameter's dtype, files hold rows, and a fused optimizer wants the
+        # layout; where a step count is to be, torch knows.
+        for name, now in kept.items():
+            was = saved.get(name)
+            if isinstance(was, Tensor) and was.shape == getattr(now, "shape", 0) and name != "step":
+                like = parameter if was.shape == parameter.shape else now
+                kept[name] = torch.empty_like(like, dtype=was.dtype).copy_(was)
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:

@@ -134,7 +134,8 @@ def show(
     check_places(json_file)
     with measuring(words, limit_s, what) as bench:
         found = bench.measure(0, steps, looks=looks)
-    print("\n".join(lay_out(found)), flush=True)
+    remarks = [f"  remark: {remark}" for remark in found.facts["remarks"]]
+    print("\n".join([*lay_out(found), *remarks]), flush=True)
     write(json_file, asdict(found))
 
 

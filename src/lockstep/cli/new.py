@@ -35,11 +35,9 @@ def new(name: str, force: bool) -> list[str]:
 
 
 def fill(template: str, words: Mapping[str, str]) -> str:
-    """Return a template with its words put in."""
+    """Return a template with its words put in; what is put in is not looked at again."""
     text = (TEMPLATES / f"{template}.tmpl").read_text()
-    for word, value in words.items():
-        text = text.replace(word, value)
-    return text
+    return re.sub("|".join(words), lambda found: words[found.group()], text)
 
 
 def write_all(files: Sequence[Made], *, force: bool) -> list[str]:

@@ -124,10 +124,11 @@ class Stage:
 
     def note(self, event: str, step: int = 0, **more: Any) -> None:
         """Tell the onlooker."""
-        rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-        size = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+        from lockstep.runtime import launched  # which the command has imported by now
+
+        launch = launched()
         said = {"event": event, "step": step, "time": time.time(), "pid": os.getpid()}
-        line = json.dumps({**said, "rank": rank, "size": size, **more}) + "\n"
+        line = json.dumps({**said, "rank": launch.rank, "size": launch.size, **more}) + "\n"
         with (self.folder / NOTES).open("a") as file:
             file.write(line)  # short, so in one piece
 
@@ -170,7 +171,7 @@ class Stage:
         begin, save, load_into = kind.__init__, kind.save, kind.load_into
 
         def init(self: Any, folder: Any, **named: Any) -> None:
-            if "rehearsal" not in Path(folder).parts:
+            if not stage.is_in_run or "rehearsal" not in Path(folder).parts:
                 folder = stage.folder / f"store_{stage.num_stores}" / Path(folder).name
             stage.num_stores += 1
             begin(self, folder, **named)

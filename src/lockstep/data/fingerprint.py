@@ -12,6 +12,7 @@ import hashlib
 import math
 import multiprocessing
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, set_num_threads
 
 from lockstep.data.reader import is_stream, names_of, sample_seeds
 from lockstep.randomness import set_all, untouched
@@ -33,6 +34,7 @@ MAX_READ = 10_000
 WHOLE_BYTES, PIECE_BYTES, NUM_PIECES = 16_384, 4096, 4
 NUM_SAMPLES = 8
 READ_S = 20.0
+"""How long reading them may take; half of it, and no further one is begun."""
 ROUNDING = 1e-5
 """Of the mean size of a sample's numbers: processors differ in the last bits of a float."""
 
@@ -47,7 +49,7 @@ def take_print(dataset: Any, seed: int, like: Mapping[str, Any] | None = None) -
         per_entry = per_entry or math.ceil(length / MAX_ENTRIES)
         texts = list(dataset.fingerprint())
         blocks = ("\n".join(texts[i : i + per_entry]) for i in range(0, length, per_entry))
-        entries = [_digest(block.encode(), 4) for block in blocks]
+        entries = [_digest(block.encode(errors="surrogateescape"), 4) for block in blocks]
         return {"length": length, "per_entry": per_entry, "entries": entries}
     wanted = {int(name) for name in like.get("samples", {})} if like else set()
     indices = [i for i in sorted(wanted or spread(length, NUM_SAMPLES)) if i < length]
@@ -70,11 +72,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], dataset: Any) ->
     """Say what has changed between two prints; nothing if nothing has."""
     if not old or not new or ("entries" in old) != ("entries" in new):
         return ""
-    name = partial(_names, dataset)
+    name, grown = partial(_names, dataset), new["length"] - old["length"]
     if "samples" in old:
         both = [i for i in old["samples"] if i in new["samples"]]
         edited = [int(i) for i in both if not _alike(old["samples"][i], new["samples"][i])]
-        grown = new["length"] - old["length"]
         said = [f"{abs(grown)} {'added' if grown > 0 else 'removed'}"] if grown else []
         return ", ".join(said + ([f"other contents: {name(edited)}"] if edited else []))
     before, now, each = old["entries"], new["entries"], old["per_entry"]
@@ -83,7 +84,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], dataset: Any) ->
     first = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), None)
     at = min(len(before), len(now)) if first is None else first
     place = name([min(at * each, new["length"] - 1)])
-    grown = new["length"] - old["length"]
     if grown > 0:
         kept = before if old["length"] % each == 0 else before[:-1]
         where = "appended" if now[: len(kept)] == kept else "added among the others"
@@ -152,8 +152,9 @@ def _read_samples(dataset: Any, seed: int, indices: Iterable[int]) -> dict[str, 
         except Exception as error:  # a bad sample is the loader's to name
             return [_digest(type(error).__name__.encode()), 0.0, 0.0]
 
+    ends = time.monotonic() + READ_S / 2
     with untouched():
-        pairs = [(index, read(index), read(index)) for index in indices]
+        pairs = [(i, read(i), read(i)) for i in indices if time.monotonic() < ends]
     return {str(index): first for index, first, second in pairs if _alike(first, second)}
 
 
@@ -176,6 +177,7 @@ def _elsewhere(action: "partial[dict[str, Any]]") -> dict[str, Any]:
 
 
 def _answer(sender: Connection, action: "partial[dict[str, Any]]") -> None:
+    set_num_threads(1)  # those that the parent had are not here: a larger sum would wait for them
     sender.send(action())
 
 

@@ -35,14 +35,11 @@ class Grouped:
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
         """Return the sample ids at positions `start` to `stop` of `epoch`."""
         size = self.batch_size * self.window_leaves
-        windows = [self._window(epoch, begin, size) for begin in self._begins(start, stop, size)]
         first = start // size * size
-        return np.concatenate([*windows, np.array([], dtype=np.int64)])[
-            start - first : stop - first
-        ]
-
-    def _begins(self, start: int, stop: int, size: int) -> range:
-        return range(start // size * size, min(stop, len(self.lengths)), size)
+        begins = range(first, min(stop, len(self.lengths)), size)
+        windows = [self._window(epoch, begin, size) for begin in begins]
+        found = np.concatenate([*windows, np.array([], dtype=np.int64)])
+        return found[start - first : stop - first]
 
     def _window(self, epoch: int, begin: int, size: int) -> Ids:
         end = min(begin + size, len(self.lengths))

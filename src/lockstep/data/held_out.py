@@ -38,6 +38,7 @@ def read_held_out(
     order = Sequential(len(dataset))
     reader = build_reader(dataset, order, seed, collate, config.on_bad_sample)
     for micro_batch in read_leaves(reader, mine, config, world):
-        for fault in micro_batch.faults:
-            _log.warning("rank %d, evaluation: %s", world.rank, fault)
+        left_out = (f"{reason}; left out" for _, reason in micro_batch.skipped)
+        for said in (*micro_batch.faults, *left_out):
+            _log.warning("rank %d, evaluation: %s", world.rank, said)
         yield micro_batch

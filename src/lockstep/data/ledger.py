@@ -4,6 +4,7 @@ Owns: the digest. Does not own: the order it is compared with.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor, tensor
@@ -13,6 +14,7 @@ from lockstep.plan import BatchPlan
 from lockstep.randomness import derive_seed
 
 
+@dataclass(unsafe_hash=True)
 class Ledger:
     """A running digest of the (epoch, sample) pairs consumed since the epoch began.
 
@@ -20,9 +22,8 @@ class Ledger:
     from several ranks add up to the whole.
     """
 
-    def __init__(self, digest: int = 0, count: int = 0) -> None:
-        self.digest = digest
-        self.count = count
+    digest: int = 0
+    count: int = 0
 
     def add(self, epoch: int, ids: Ids) -> None:
         """Count `ids` as consumed in `epoch`."""
@@ -65,15 +66,6 @@ class Ledger:
         if not is_trusted:
             ledger.count = int(visited.sum())
         return ledger
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and (self.digest, self.count) == (
-            other.digest,
-            other.count,
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.digest, self.count))
 
     def __str__(self) -> str:
         return f"{self.digest:016x}"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from torch.utils.data import default_collate
 
+from lockstep.agreement import check_alike
 from lockstep.data.feed import to_device
 from lockstep.data.order import (
     Leaf,
@@ -71,6 +72,8 @@ class StepBatch:
 class Loader:
     """Iterate over the steps of a run: `for batch in Loader(dataset, world, batch_size=32)`.
 
+    All ranks do; they begin together, at the same step, or are refused.
+
     Give `plan` or `batch_size`. Set `consumed` (a checkpoint holds it) to go on
     where a run stopped: reading seeks there, nothing is read again.
     """
@@ -95,29 +98,23 @@ class Loader:
         if max_steps is None and epochs is None:
             raise ConfigError("how long to train was not said", "epochs=10, or max_steps=1000")
         self._epochs, self._max_steps = epochs, max_steps
-        self.order = order or (
-            Sequential(STREAM_LENGTH)
-            if is_stream(dataset)
-            else Shuffled(self.plan.num_samples, seed)
-        )
-        self.dataset = dataset
-        self.consumed = 0
-        self._shift = 0
-        self._world = world
+        shuffled = Shuffled(self.plan.num_samples, seed)
+        self.order = order or (Sequential(STREAM_LENGTH) if is_stream(dataset) else shuffled)
+        self.dataset, self._world = dataset, world
+        self.consumed = self._shift = 0
         self._config = config or LoaderConfig()
         self._reader = build_reader(dataset, self.order, seed, collate, self._config.on_bad_sample)
 
     def __len__(self) -> int:
         """Return the steps that are left."""
-        return self.total_steps - self.step
+        return max(0, self.total_steps - self.step)
 
     @property
     def total_steps(self) -> int:
         """Return the length of the run in steps, by epochs or steps, whichever ends first."""
-        by_steps = self._max_steps or math.inf
-        if self._epochs is None:
-            return int(by_steps)
-        return int(min(by_steps, self._epochs * self.plan.steps_per_epoch + self._shift))
+        steps = math.inf if self._max_steps is None else self._max_steps
+        epochs = math.inf if self._epochs is None else self._epochs
+        return int(min(steps, epochs * self.plan.steps_per_epoch + self._shift))
 
     @property
     def step(self) -> int:
@@ -144,19 +141,23 @@ class Loader:
         self._shift = step - step_of(self.plan, consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, one integer, and the plan it was counted under."""
-        return {"step": self.step, "consumed": self.consumed, "plan": asdict(self.plan)}
+        """Return the whole state, one integer, and the plan and seed it was counted under."""
+        under = {"plan": asdict(self.plan), "seed": self._reader.seed}
+        return {"step": self.step, "consumed": self.consumed, **under}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after as many samples as `state_dict` counted, with the same global batch.
 
         Raises:
-            ConfigError: if samples or batch size have changed since.
+            ConfigError: if samples, batch size or seed have changed since.
         """
-        self.plan = resume_plan(BatchPlan(**state["plan"]), self.plan)
+        seeds = ("seed", state.get("seed", self._reader.seed), self._reader.seed)
+        self.plan = resume_plan(BatchPlan(**state["plan"]), self.plan, seeds)
         self.seek(state["step"], state["consumed"])
 
     def __iter__(self) -> Iterator[StepBatch]:
+        place = f"step {self.step} of {self.total_steps}, {self.plan.num_samples} samples"
+        check_alike("places to begin", place, self._world)
         steps, rank = range(self.step, self.total_steps), self._world.rank
         plan, shift = self.plan, self._shift
         wanted = (leaf for step in steps for leaf in leaves_of(plan, step - shift, rank))

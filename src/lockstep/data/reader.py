@@ -124,7 +124,9 @@ class LeafReader:
                     return MicroBatch(leaf, ids, None, error=(problem, remedy))
                 skipped.append((sample, problem))
         if not samples:
-            return MicroBatch(leaf, ids, None, error=_nothing_left(leaf, skipped))
+            problem = f"every sample of a micro-batch was bad, the first because {skipped[0][1]}"
+            remedy = "look at the data set as a whole before skipping on"
+            return MicroBatch(leaf, ids, None, error=(problem, remedy))
         kept = np.array(good, dtype=np.int64)
         return self._collated(leaf, kept, samples, tuple(skipped))
 
@@ -134,7 +136,8 @@ class LeafReader:
             return None  # a subset would offer it, and read one by one itself
         seed_all(self.seed, "samples", leaf.epoch, int(ids[0]))
         try:
-            return list(self.dataset.__getitems__(ids.tolist()))
+            samples = list(self.dataset.__getitems__(ids.tolist()))
+            return samples if len(samples) == len(ids) else None
         except Exception:  # one by one, the bad one will be named
             return None
 
@@ -170,6 +173,11 @@ class StreamReader(LeafReader):
 
     def read(self, leaf: Leaf) -> MicroBatch:
         """Walk on to the end of a leaf, moving the global generators."""
+        if leaf.start < self._position:  # a step is taken again
+            if self._samples is self.dataset:
+                problem = "a step is to be taken again, and the stream cannot begin anew"
+                raise DataError(problem, "an object with __iter__ in place of an iterator")
+            self._samples, self._position = None, 0
         samples = []
         while self._position < leaf.stop:
             set_all(*sample_seeds(self.seed, leaf.epoch, np.array([self._position])))
@@ -191,7 +199,8 @@ class StreamReader(LeafReader):
             for sample in self._samples:
                 return sample
             self._samples = None
-        raise DataError("the stream of training samples is empty", "check where it reads from")
+        problem = "the stream of training samples is empty, or an iterator at its end"
+        raise DataError(problem, "check where it reads from, or an object with __iter__")
 
 
 def build_reader(
@@ -215,7 +224,7 @@ def _explain(dataset: Any, sample: int, error: Exception) -> tuple[str, str]:
         return error.problem, error.remedy
     return (
         f"{_name(dataset, sample)} cannot be read: {type(error).__name__}: {error}",
-        "mend or remove it, or on_bad_sample=skip",
+        "mend or remove it" + ("" if is_stream(dataset) else ", or on_bad_sample=skip"),
     )
 
 
@@ -226,10 +235,3 @@ def names_of(dataset: Any, ids: Ids) -> str:
 
 def _name(dataset: Any, sample: int) -> str:
     return dataset.describe(sample) if hasattr(dataset, "describe") else f"sample {sample}"
-
-
-def _nothing_left(leaf: Leaf, skipped: list[tuple[int, str]]) -> tuple[str, str]:
-    return (
-        f"every sample of a micro-batch was bad, the first because {skipped[0][1]}",
-        "look at the data set as a whole before skipping on",
-    )

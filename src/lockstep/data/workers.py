@@ -27,7 +27,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import signal_handling
@@ -215,18 +214,22 @@ class _Desk:
     reader: LeafReader
     begun: memoryview
 
-    def __getitem__(self, asked: Asked) -> Tensor:
+    def __getitem__(self, asked: Asked) -> Any:
         worker: Any = get_worker_info()
         self.begun[worker.id], leaf = asked
         micro_batch = self.reader.read(leaf)
         try:
-            packed = ForkingPickler.dumps(micro_batch)
-        except Exception as error:  # something of the user's that cannot be sent
+            return _packed(micro_batch)
+        except Exception as error:  # something of the user's that cannot be sent, or no room
             names = names_of(self.reader.dataset, micro_batch.ids)
             problem = f"the batch of {names} cannot leave its worker: {error}"
-            story = problem, "a batch that can be pickled, or loader.num_workers=0"
-            packed = ForkingPickler.dumps(replace(micro_batch, data=None, error=story))
-        return torch.frombuffer(packed, dtype=torch.uint8)
+            story = problem, "what can be pickled, more shared memory, or loader.num_workers=0"
+            return _packed(replace(micro_batch, data=None, error=story))
+
+
+def _packed(micro_batch: MicroBatch) -> Any:
+    """Return it in shared memory already: torch would find no room in a thread, and drop it."""
+    return torch.frombuffer(ForkingPickler.dumps(micro_batch), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
 
 
 def _settle(parent: int, stack: int, worker: int) -> None:

@@ -4,6 +4,7 @@ Owns: the options of each launcher that matter to a check, and reading through a
 script. Does not own: running the script; `probe.py` does, in a process of its own.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -30,6 +31,7 @@ _ALONE = {
     "srun": "u unbuffered l label exclusive overlap kill-on-bad-exit v verbose Q quiet O",
     "sbatch": "wait W parsable requeue no-requeue exclusive hold H test-only v verbose Q quiet",
     "python": "u B E s S I O OO v q b d i P x",
+    "lockstep": "m",
 }
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _LAUNCHERS = ("torchrun", "accelerate", "python", "python3", "lockstep", "srun")
@@ -98,7 +100,7 @@ def _read(
     if name == "lockstep":
         return _read_lockstep(words[1:], num_gpus)
     if name == "torchrun":
-        return _read_torchrun("torchrun", words[1:], env)
+        return _read_torchrun("torchrun", words[1:], num_gpus)
     if name == "accelerate" and words[1:2] == ["launch"]:
         return _read_accelerate(words[2:], env, folder, num_gpus)
     if name == "srun":
@@ -108,7 +110,7 @@ def _read(
     if name in _SHELLS or name.endswith(".sh"):
         return _read_shell(words, env, folder, num_gpus)
     if re.fullmatch(r"python[0-9.]*", name):
-        return _read_python(words[1:], env)
+        return _read_python(words[1:], env, num_gpus)
     raise ConfigError(
         f"{name!r} is no launcher that is known here",
         "python, torchrun, accelerate launch, lockstep run, srun, sbatch or a shell script",
@@ -182,9 +184,11 @@ def _script(rest: Sequence[str], is_module: bool) -> tuple[str, ...]:
     return ("-m", *rest) if is_module else tuple(rest)
 
 
-def _read_torchrun(launcher: str, words: Sequence[str], env: Mapping[str, str]) -> Command:
+def _read_torchrun(launcher: str, words: Sequence[str], num_gpus: int) -> Command:
     options, rest = _options("torchrun", words)
-    num = _count(options.get("nproc_per_node", "1"), "--nproc_per_node")
+    asked, cores = options.get("nproc_per_node", "1"), os.cpu_count() or 1
+    counts = {"gpu": num_gpus, "cpu": cores, "auto": num_gpus or cores}
+    num = _count(str(counts.get(asked, asked)), "--nproc_per_node")
     nodes = _count(options.get("nnodes", "1").split(":")[-1], "--nnodes")
     head = options.get("master_addr", "localhost")
     port: int | None = _port(options.get("master_port", str(DEFAULT_PORT)), "--master_port")
@@ -199,13 +203,13 @@ def _read_torchrun(launcher: str, words: Sequence[str], env: Mapping[str, str]) 
     return Command(launcher, script, num, nodes, head, port)
 
 
-def _read_python(words: Sequence[str], env: Mapping[str, str]) -> Command:
+def _read_python(words: Sequence[str], env: Mapping[str, str], num_gpus: int) -> Command:
     module = words.index("-m") if "-m" in words[:5] else None
     if module is not None and words[module + 1 : module + 2]:
         name, rest = words[module + 1], words[module + 2 :]
         if name in ("torch.distributed.run", "torch.distributed.launch"):
             launcher = "torchrun" if name.endswith("run") else name
-            return _read_torchrun(launcher, rest, env)
+            return _read_torchrun(launcher, rest, num_gpus)
         script = _script([name, *rest], is_module=True)
     else:
         script = _script(_options("python", words)[1], is_module=False)
@@ -228,8 +232,7 @@ def _read_lockstep(words: Sequence[str], num_gpus: int) -> Command:
         head, _, at = options.get("head", "localhost").partition(":")
         port = _port(at or "0", "--head") if nodes > 1 else None
         num = _count(options.get("gpus", "all"), "--gpus", num_gpus)
-        is_module = script[:1] == ["-m"]
-        return Command("lockstep", _script(script[is_module:], is_module), num, nodes, head, port)
+        return Command("lockstep", _script(script, "m" in options), num, nodes, head, port)
     if verb != "run":
         raise ConfigError(f"`lockstep {verb}` does not train", "lockstep run or lockstep launch")
     gpus, own = "1", []

@@ -5,6 +5,7 @@ not own: the time a save takes; that was measured.
 """
 
 import re
+import signal
 import subprocess
 from collections.abc import Callable, Mapping
 
@@ -33,10 +34,12 @@ def parse_signal(text: str) -> tuple[bool, str, float]:
     """Return whether it goes to the batch shell alone, its name, and how long before the end.
 
     >>> parse_signal("B:USR1@120"), parse_signal("SIGTERM"), parse_signal("R:10@30")
-    ((True, 'USR1', 120.0), (False, 'TERM', 60.0), (False, '10', 30.0))
+    ((True, 'USR1', 120.0), (False, 'TERM', 60.0), (False, 'USR1', 30.0))
     """
     flags, _, rest = text.rpartition(":")
     name, _, seconds = rest.partition("@")
+    if name.isdecimal() and int(name) in set(signal.Signals):
+        name = signal.Signals(int(name)).name
     return "B" in flags, name.upper().removeprefix("SIG"), float(seconds or 60)
 
 
@@ -85,7 +88,7 @@ def grace_time(
     if asked := options.get("signal"):
         to_shell, heard, seconds = parse_signal(asked)
         source = f"--signal={asked}"
-        if heard.isdecimal() or heard not in HEARD:
+        if heard not in HEARD:
             says = f"{source}: a run saves on {', '.join(HEARD)}; this one just ends it"
             return fail(name, says, f"{fix}{seconds:.0f}")
         launcher = command.launcher if command else ""

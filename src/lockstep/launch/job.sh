@@ -15,7 +15,7 @@ train() {
   local own
   code=0 error=
   LOCKSTEP_FIRST_FAILURE=$(realpath -m "$record.$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$try.first")
-  export LOCKSTEP_FIRST_FAILURE
+  export LOCKSTEP_FIRST_FAILURE LOCKSTEP_RESTART_COUNT=$((try - 1))
   srun --kill-on-bad-exit=1 --export=ALL "${srun_options[@]}" bash -c '
     trap : USR1 TERM
     "$@"

@@ -20,7 +20,7 @@ import time
 import types
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -37,7 +37,7 @@ EXIT_CRASH_LOOP = 4
 FINAL_CODES = {2, 3, 129, 130, 138, 143}
 """A request that cannot work, a loss that is no number, a stop that was asked for: all are
 as true the second time."""
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Passed on to every rank; SLURM announces the time limit with SIGUSR1."""
 SHUTDOWN_S = 90
 """How long ranks that were told to stop may save; who signals twice need not wait."""
@@ -67,7 +67,9 @@ def launch(command: LaunchRequest) -> int:
     _check(command)
     cores_each = max(1, (os.cpu_count() or 1) // command.num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_each))
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SIGNALS
+    # Who was told to ignore one (`nohup`, a shell's `&`) has ranks that ignore it, too.
+    heard = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     if command.num_nodes > 1:  # restarted workers must not find the addresses of the dead
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with _as_nobody():
@@ -75,6 +77,7 @@ def launch(command: LaunchRequest) -> int:
         forkserver.ensure_running()  # it imports torch while we do
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     _shorten_pauses(command.num_nodes)
     # The failing rank has said what is wrong; the agent's own table says it again, worse.
@@ -87,6 +90,12 @@ def launch(command: LaunchRequest) -> int:
             result = agent.run()
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
+    except RendezvousError:  # one has given up for good, or is gone
+        sys.stderr.write(
+            f"lockstep: the {command.num_nodes} machines do not meet again\n"
+            "  try: what another of them has said; then the same command on all\n"
+        )
+        return int(agent.exit_code) or 1
     finally:
         agent._worker_group.spec.rdzv_handler.shutdown()
         if command.logs is None:
@@ -134,15 +143,18 @@ def _build_agent(command: LaunchRequest) -> Any:
             self.seen: Counter[str] = Counter()
 
         def _monitor_workers(self, worker_group: Any) -> RunResult:
+            context: Any = self._pcontext
+            ended = [process.exitcode or 0 for process in context._pc.processes]
             result: RunResult = super()._monitor_workers(worker_group)
-            if result.is_failed():
-                self._take_note(worker_group)
+            if result.is_failed():  # by now those that were left are closed
+                first = worker_group.workers[0].global_rank
+                for rank, seen in result.failures.items():
+                    ended[rank - first] = seen.exitcode
+                self._take_note(first_failure(context, first, ended))
             return result
 
-        def _take_note(self, worker_group: Any) -> None:
+        def _take_note(self, failure: Failure) -> None:
             """Say what happened, and decide whether to try again."""
-            assert self._pcontext is not None
-            failure = first_failure(self._pcontext, worker_group.workers[0].global_rank)
             self.exit_code = failure.code
             self.seen[failure.identity] += 1
             is_loop = bool(failure.identity) and self.seen[failure.identity] >= CRASH_LOOP
@@ -284,10 +296,12 @@ class Failure:
         return "".join(f"{line}\n" for line in lines)
 
 
-def first_failure(context: Any, first_rank: int) -> Failure:
-    """Find the rank that failed before the others did, which failed because of it."""
-    codes = [process.exitcode or 0 for process in context._pc.processes]
-    # Ended from outside, and not by the agent as it closes what is left.
+def first_failure(context: Any, first_rank: int, codes: Sequence[int]) -> Failure:
+    """Find the rank that failed before the others did, which failed because of it.
+
+    `codes` are the exit codes of before the agent ended those that were left, which it kills
+    where they do not heed it.
+    """
     for local, code in enumerate(codes):
         if code < 0 and code != -signal.SIGTERM:
             name = signal.Signals(-code).name

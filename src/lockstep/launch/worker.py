@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, LockstepError
+from lockstep.signals import StopSignals
 
 RECORD = "failure.json"
 FIRST_FAILURE = "LOCKSTEP_FIRST_FAILURE"
@@ -42,13 +44,16 @@ def work(*words: str) -> None:
     leave = os._exit
 
     def exit_now(status: int) -> NoReturn:
-        # The agent waits for a worker to return; one that is simply gone, it takes for busy.
         if os.getpid() == own_process:
+            if status and threading.current_thread() is not threading.main_thread():
+                leave_record(folder, status)  # `sys.exit` would end the thread alone
+                leave(status)
+            # The agent waits for a worker to return; one that is gone with 0, it takes for busy.
             sys.exit(status)
         leave(status)
 
     os._exit = exit_now
-    sys.excepthook = lambda kind, error, trace: leave_record(folder, 1, error)
+    sys.excepthook = lambda kind, error, trace: leave_record(folder, code_of(error), error)
     try:
         run_script(words)
     except SystemExit as finished:
@@ -60,8 +65,8 @@ def work(*words: str) -> None:
         leave_record(folder, 128 + signal.SIGINT)
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:
-        leave_record(folder, 1, error)
-        sys.exit(1)
+        leave_record(folder, code_of(error), error)
+        sys.exit(code_of(error))
     finally:
         from lockstep.runtime import let_gloo_finish
 
@@ -109,7 +114,11 @@ def check_script(words: Sequence[str]) -> None:
 
 
 def run_script(words: Sequence[str]) -> None:
-    """Run a script, or a module after `-m`, as the main program."""
+    """Run a script, or a module after `-m`, as the main program.
+
+    One that says nothing of how it ended, though its run was stopped, has not finished: the
+    launcher must hear of it, or nobody would start it again.
+    """
     if words[0] == "-m":
         sys.argv = list(words[1:])
         sys.path.insert(0, os.getcwd())
@@ -118,6 +127,8 @@ def run_script(words: Sequence[str]) -> None:
         sys.argv = list(words)
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")
+    if StopSignals.left_with:
+        sys.exit(StopSignals.left_with)
 
 
 def exit_code(finished: SystemExit) -> int:
@@ -126,6 +137,11 @@ def exit_code(finished: SystemExit) -> int:
         return finished.code or 0
     sys.stderr.write(f"{finished.code}\n")
     return 1
+
+
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a script that an error ends: of one of ours, what it says."""
+    return error.exit_code if isinstance(error, LockstepError) else 1
 
 
 def end_with_parent() -> None:
@@ -175,7 +191,7 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
     """Print the error of the first rank that fails; of those it leaves alone, a line."""
     said = f"{kind.__name__}: {error}"
     identity = identity_of(said, getattr(error, "__notes__", []))
-    if isinstance(error, KeyboardInterrupt) or _is_first(f"1\n{identity}\n"):
+    if isinstance(error, KeyboardInterrupt) or _is_first(f"{code_of(error)}\n{identity}\n"):
         traceback.print_exception(kind, error, _own_frames(trace))
     else:
         sys.stderr.write(f"{said.splitlines()[0]} (another rank had failed before)\n")
@@ -226,6 +242,9 @@ def be_task(words: Sequence[str]) -> None:
         if code:
             _is_first(f"{code}\n")
         sys.exit(code)
+    except LockstepError as error:
+        tell(type(error), error, error.__traceback__)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

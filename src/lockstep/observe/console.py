@@ -74,6 +74,8 @@ class Console:
     ) -> None:
         self._total_steps = total_steps
         self._stream: TextIO | None = sys.stdout if stream is None else stream
+        with suppress(AttributeError, ValueError):  # a terminal may not know every letter of a path
+            self._stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         self._clock = clock
         self._reports: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=ETA_REPORTS + 1)
         if is_terminal is None:
@@ -111,7 +113,7 @@ class Console:
             return
         try:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
-            with self._log_file.open("a") as file:
+            with self._log_file.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text + "\n")
         except OSError as error:
             path, self._log_file = self._log_file, None

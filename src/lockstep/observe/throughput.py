@@ -7,7 +7,7 @@ interval ends with a step whose loss has been read.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class Throughput:
@@ -29,28 +29,25 @@ class Throughput:
 
     def _reset(self) -> None:
         self._began = self._clock()
-        self._wait_s = 0.0
-        self._pause_s = 0.0
+        self._spent_s = {"waiting": 0.0, "pausing": 0.0}
         self._num_steps = 0
         self._num_samples = 0
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Count the time inside as waiting for data."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._wait_s += self._clock() - began
+        return self._spending("waiting")
+
+    def pausing(self) -> AbstractContextManager[None]:
+        """Leave the time inside out of everything."""
+        return self._spending("pausing")
 
     @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Leave the time inside out of everything."""
+    def _spending(self, how: str) -> Iterator[None]:
         began = self._clock()
         try:
             yield
         finally:
-            self._pause_s += self._clock() - began
+            self._spent_s[how] += self._clock() - began
 
     def step_done(self, num_samples: int) -> None:
         """Count one weight update made from `num_samples` samples."""
@@ -70,12 +67,12 @@ class Throughput:
         >>> throughput.interval()
         {'samples_per_second': 8.0, 'step_time_s': 4.0, 'data_wait_share': 0.25}
         """
-        training_s = self._clock() - self._began - self._pause_s
+        training_s = self._clock() - self._began - self._spent_s["pausing"]
         counts = training_s > 0 and self._num_steps > 0
         report = {
             "samples_per_second": self._num_samples / training_s if counts else 0.0,
             "step_time_s": training_s / self._num_steps if counts else 0.0,
-            "data_wait_share": min(1.0, self._wait_s / training_s) if counts else 0.0,
+            "data_wait_share": min(1.0, self._spent_s["waiting"] / training_s) if counts else 0.0,
         }
         self._reset()
         return report

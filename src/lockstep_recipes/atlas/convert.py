@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,13 +141,21 @@ def _robots(source: Path) -> Iterator[Recording]:
         lines = (source / "meta.jsonl").read_text().splitlines()
     except OSError:
         raise DataError(f"{source} holds neither meta.jsonl nor HDF5 files", "--help") from None
-    for line in lines:
-        meta = json.loads(line)
-        folder = source / meta["dir"]
-        with np.load(folder / "data.npz") as data:
-            frames = data["frame_index"].tolist()
-            actions, states = data["action"][frames], data["state"][frames]
-        names = {("workspace" if not i else name): name for i, name in enumerate(meta["views"])}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            meta = json.loads(line)
+            instruction, folder = str(meta["instruction"]), source / meta["dir"]
+            with (folder / "data.npz").open("rb") as file, np.load(file) as data:
+                frames = data["frame_index"].tolist()
+                actions, states = data["action"][frames], data["state"][frames]
+            names = {("workspace" if not i else name): name for i, name in enumerate(meta["views"])}
+        except (OSError, EOFError, ValueError, LookupError, TypeError, BadZipFile) as error:
+            raise DataError(
+                f"meta.jsonl, line {number} is no recording: {type(error).__name__}: {error}",
+                "mend or remove the line",
+            ) from error
 
         def write(
             view: str,
@@ -162,7 +171,7 @@ def _robots(source: Path) -> Iterator[Recording]:
             except OSError as error:
                 raise DataError(f"{source} cannot be read: {error}", "a whole source") from error
 
-        yield Recording(meta["instruction"], actions, states, tuple(names), write)
+        yield Recording(instruction, actions, states, tuple(names), write)
 
 
 def _libero(path: Path, stack: contextlib.ExitStack) -> Iterator[Recording]:

@@ -168,7 +168,12 @@ def _read_csv(path: Path) -> Rows:
     try:
         [float(word) for word in lines[0] if word.strip()] if lines else None
     except ValueError:
-        lines = lines[1:]
+        names, *lines = lines
+        if not names[0].strip():  # or every column would be taken for its neighbour
+            raise DataError(
+                f"{path}: the first column has no name, as that of an index",
+                "only what was recorded; of pandas, to_csv(..., index=False)",
+            ) from None
     try:
         return np.array(lines or [[]], dtype=np.float32)[: len(lines)]
     except ValueError as error:

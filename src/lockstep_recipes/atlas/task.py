@@ -46,7 +46,7 @@ from lockstep_recipes.atlas.model import (
 )
 from lockstep_recipes.atlas.section import Section
 from lockstep_recipes.atlas.vggt import num_parameters
-from lockstep_recipes.tables import placed
+from lockstep_recipes.tables import beside
 
 Batch = Mapping[str, Tensor]
 
@@ -219,10 +219,10 @@ class AtlasTask(Task):
     def _predict(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return standardised actions (B, A), in full precision; a gripper's column is a logit."""
         data, num = self.config.data, self.config.model.num_pose
-        last = self._last(batch)
+        last, known = self._last(batch), self.statistics
         own = [last.flatten(1)] if data.use_last_action else []
         if data.use_state:
-            mean, std = self._known("state_mean", last), self._known("state_std", last)
+            mean, std = beside(known.state_mean, last), beside(known.state_std, last)
             own.append(((batch["state"] - mean) / std).flatten(1))
         dtype = next(model.parameters()).dtype
         shown = torch.cat(own, dim=1).to(dtype) if own else None
@@ -235,32 +235,28 @@ class AtlasTask(Task):
 
     def _last(self, batch: Batch) -> Tensor:
         """Return the standardised actions before the frames that are seen (B, times, A)."""
-        first = self._known("first", batch["last"])
+        first = beside(self.statistics.first, batch["last"])
         last = torch.where(batch["has_last"][..., None], batch["last"], first)
         return self._standardised(last)
 
     def _standardised(self, actions: Tensor) -> Tensor:
         """Return poses in standard deviations, and grippers between 0 and 1."""
-        num = self.config.model.num_pose
+        num, known = self.config.model.num_pose, self.statistics
         pose = actions[..., :num]
         if self.config.data.normalize_actions:
-            pose = (pose - self._known("mean", pose)[:num]) / self._known("std", pose)[:num]
-        low, high = self._known("gripper", actions)
+            pose = (pose - beside(known.mean, pose)[:num]) / beside(known.std, pose)[:num]
+        low, high = beside(known.gripper, actions)
         gripper = (actions[..., num:] - low) / (high - low)
         return torch.cat((pose, gripper.clamp(0, 1)), dim=-1)
 
     def _recorded(self, predicted: Tensor) -> Tensor:
         """Return predictions in the units that actions were recorded in."""
-        num = self.config.model.num_pose
+        num, known = self.config.model.num_pose, self.statistics
         pose = predicted[:, :num]
         if self.config.data.normalize_actions:
-            pose = pose * self._known("std", pose)[:num] + self._known("mean", pose)[:num]
-        low, high = self._known("gripper", predicted)
+            pose = pose * beside(known.std, pose)[:num] + beside(known.mean, pose)[:num]
+        low, high = beside(known.gripper, predicted)
         return torch.cat((pose, low + predicted[:, num:].sigmoid() * (high - low)), dim=1)
-
-    def _known(self, name: str, like: Tensor) -> Tensor:
-        """Return one of the statistics beside `like`."""
-        return placed(getattr(self.statistics, name), like.device).to(like.dtype)
 
     # --- evaluation ---------------------------------------------------------------------------
 
@@ -270,14 +266,14 @@ class AtlasTask(Task):
         """Sum the loss and the errors, and those of the two baselines on the same frames."""
         predicted, num = self._predict(model, batch), self.config.model.num_pose
         target, last = self._standardised(batch["action"]), self._last(batch)[:, 0]
-        mean = self._standardised(self._known("mean", target)[None])
+        mean = self._standardised(beside(self.statistics.mean, target)[None])
         summed = self._loss(predicted, batch)
         measured = {"loss": (summed.loss_sum, summed.weight), **summed.parts}
         measured = {name if name == "loss" else f"{name}_loss": v for name, v in measured.items()}
         # An error counts in standard deviations also where the loss does without.
         scale = torch.ones_like(target[0, :num])
         if not self.config.data.normalize_actions:
-            scale = scale / self._known("std", target)[:num]
+            scale = scale / beside(self.statistics.std, target)[:num]
         measured |= measure_poses(*(v[:, :num] * scale for v in (predicted, target, last, mean)))
         if self.config.model.has_gripper:
             shown = predicted[:, -1].sigmoid()

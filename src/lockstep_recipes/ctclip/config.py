@@ -23,6 +23,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.parse import parse_model
 from lockstep.plan import Rule
+from lockstep_recipes.ctclip.launch import TIMEOUT_S
 from lockstep_recipes.settings import merged
 
 Metric = Literal["auroc", "auprc", "f1", "precision", "recall", "retrieval_at_1"]
@@ -246,6 +247,7 @@ class CTClipConfig(Section):
                         "curves": log.curves,
                     },
                     "precision": precision,
+                    "timeout_s": TIMEOUT_S,
                     "max_grad_norm": training.max_grad_norm,
                     "log_every": log.log_every_n_steps,
                     "resume": self.resume,

@@ -14,6 +14,7 @@ Voxels become HU = slope * raw + intercept, are resampled to one spacing, clippe
 import csv
 import io
 import json
+import math
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -94,7 +95,14 @@ class Entry:
     prepared: bool = False
     offset: int | None = None
     """Where the voxels begin inside a tar shard."""
+    member: str = ""
+    """What the sample is called there."""
     shape: Shape = SHARD_SHAPE
+
+    @property
+    def name(self) -> str:
+        """Return the name of the volume: its file's, or its own inside a shard."""
+        return Path(self.member or self.path).name
 
     def problem(self, what: str, remedy: str = "mend or remove it") -> DataError:
         """Return the error that names this volume."""
@@ -115,13 +123,24 @@ def open_entries(path: Path, labels: Path | None = None) -> list[Entry]:
         entries = _read_manifest(path if path.suffix == ".jsonl" else path / "manifest.jsonl")
     if labels is not None:
         found = read_labels(labels)
-        entries = [replace(e, findings=found.get(e.path.name, e.findings)) for e in entries]
+        entries = [replace(e, findings=found.get(scan_of(e.name), e.findings)) for e in entries]
     return entries
+
+
+def scan_of(name: str) -> str:
+    """Return a file's name without what says how the scan is stored.
+
+    >>> scan_of("valid_1_a_1.nii.gz"), scan_of("valid_1_a_1.npz"), scan_of("1.2.840.npy")
+    ('valid_1_a_1', 'valid_1_a_1', '1.2.840')
+    """
+    for suffix in (".npy", ".npz", ".gz", ".nii"):
+        name = name.removesuffix(suffix)
+    return name
 
 
 def _read_manifest(path: Path) -> list[Entry]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").split("\n")  # a report may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise DataError(
@@ -180,13 +199,13 @@ def _named(labels: Mapping[str, float] | Sequence[float], origin: str) -> Mappin
 
 
 def read_labels(path: Path) -> dict[str, dict[str, float]]:
-    """Return the findings by VolumeName of a CSV file as CT-RATE's.
+    """Return the findings by VolumeName, as `scan_of` has it, of a CSV file as CT-RATE's.
 
     Raises:
         DataError: naming the file and the line.
     """
     try:
-        rows = list(csv.DictReader(io.StringIO(path.read_text())))
+        rows = list(csv.DictReader(io.StringIO(path.read_text("utf-8-sig"))))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
             f"the labels {path} cannot be read: {error}", "data.paths.labels"
@@ -200,7 +219,7 @@ def read_labels(path: Path) -> dict[str, dict[str, float]]:
             values = {finding: float(value) for finding, value in row.items()}
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}, line {number}: {error}", "0 or 1 per finding") from error
-        found[name] = dict(_named(values, f"{path}, line {number}"))
+        found[scan_of(name)] = dict(_named(values, f"{path}, line {number}"))
     return found
 
 
@@ -257,6 +276,7 @@ def _shard_entry(name: str, parts: dict[str, tuple[Path, int, int]], shape: Any)
         _named(labels, name),
         prepared=True,
         offset=offset,
+        member=name.partition(":")[2],
         shape=shape,
     )
 
@@ -270,23 +290,33 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
 
 
 class VolumeData:
-    """Samples: "volume" (1, D, H, W) in float16, "report" as text, "labels" (K,)."""
+    """Samples: "volume" (1, D, H, W) in float16, "report" as text, "labels" (K,).
+
+    A label that was not given is no number: nobody has said that the finding is not there.
+    """
 
     def __init__(
-        self, entries: Sequence[Entry], shape: Shape, spacing: Spacing, findings: Sequence[str] = ()
+        self,
+        entries: Sequence[Entry],
+        shape: Shape,
+        spacing: Spacing,
+        findings: Sequence[str] = (),
+        prepared_as: Shape | None = None,
     ) -> None:
         self.entries = entries
         self.shape = shape
         self.spacing = spacing
         self.findings = tuple(findings)
+        self.prepared_as = prepared_as
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         entry = self.entries[index]
-        labels = [float(entry.findings.get(name, 0)) for name in self.findings]
-        volume = prepare(read_voxels(entry), entry, self.shape, self.spacing)
+        labels = [float(entry.findings.get(name, math.nan)) for name in self.findings]
+        voxels = read_voxels(entry)
+        volume = prepare(voxels, entry, self.shape, self.spacing, self.prepared_as)
         # Half precision is half an HU: what the origin stores, and half the bytes to move.
         return {
             "volume": volume[None].to(torch.float16),
@@ -335,8 +365,16 @@ def read_voxels(entry: Entry) -> NDArray[Any]:
     return voxels
 
 
-def prepare(voxels: NDArray[Any], entry: Entry, shape: Shape, spacing: Spacing) -> Tensor:
+def prepare(
+    voxels: NDArray[Any],
+    entry: Entry,
+    shape: Shape,
+    spacing: Spacing,
+    prepared_as: Shape | None = None,
+) -> Tensor:
     """Return what the network sees: values within [-1, 1], of the wanted shape.
+
+    A prepared volume has that shape already, or `prepared_as`, and is then cut.
 
     Raises:
         DataError: if a prepared volume is of another shape or range, or a voxel is no number.
@@ -346,9 +384,9 @@ def prepare(voxels: NDArray[Any], entry: Entry, shape: Shape, spacing: Spacing) 
     if not np.isfinite([low, high]).all():
         raise entry.problem("holds voxels that are no numbers")
     if entry.prepared:
-        if tuple(volume.shape) != shape:
+        if tuple(volume.shape) != (prepared_as or shape):
             raise entry.problem(
-                f"is prepared as {tuple(volume.shape)}, the model takes {shape}",
+                f"is prepared as {tuple(volume.shape)}, the model takes {prepared_as or shape}",
                 "model.image_encoder.depth and image_size",
             )
         if low < -1.001 or high > 1.001:
@@ -356,7 +394,7 @@ def prepare(voxels: NDArray[Any], entry: Entry, shape: Shape, spacing: Spacing) 
                 f"is called prepared, but its values go from {low:g} to {high:g}",
                 "values within [-1, 1], or prepared: false",
             )
-        return volume
+        return fit_shape(volume, shape) if prepared_as else volume
     volume = volume * entry.slope + entry.intercept
     if entry.spacing is not None:
         volume = resample(volume, entry.spacing, spacing)

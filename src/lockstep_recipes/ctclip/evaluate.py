@@ -34,6 +34,7 @@ def zero_shot_scores(image: Tensor, prompted: Tensor, scale: Tensor) -> Tensor:
 def measure_findings(scores: Tensor, labels: Tensor, threshold: float) -> dict[str, float]:
     """Return averages over the findings that some held-out volumes have and others have not.
 
+    A volume whose label is no number (nobody has looked) is left out of that finding.
     F1 is at the best threshold for each finding, precision and recall at `threshold`.
     """
     try:
@@ -48,10 +49,12 @@ def measure_findings(scores: Tensor, labels: Tensor, threshold: float) -> dict[s
         raise ConfigError(
             "validation needs the package torchmetrics", "pip install 'lockstep-train[recipes]'"
         ) from error
-    scores, labels = scores.cpu().double(), labels.cpu().long()
+    scores, labels = scores.cpu().double(), labels.cpu()
     rows = []
-    for score, truth in zip(scores.T, labels.T, strict=True):
-        if truth.min() == truth.max():
+    for score, label in zip(scores.T, labels.T, strict=True):
+        known = ~label.isnan()
+        score, truth = score[known], label[known].long()
+        if len(truth.unique()) < 2:
             continue  # no curve can be drawn
         precision, recall, _ = binary_precision_recall_curve(score, truth)
         f1 = (2 * precision * recall / (precision + recall).clamp(min=1e-12)).max()

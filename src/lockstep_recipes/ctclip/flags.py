@@ -11,8 +11,9 @@ from lockstep.errors import ConfigError
 from lockstep.runtime import is_rehearsal, launched_rank
 from lockstep.trainer import RunResult
 from lockstep_recipes.command import REHEARSAL_STEPS, Flags
-from lockstep_recipes.ctclip.config import CTClipConfig
+from lockstep_recipes.ctclip.config import CTClipConfig, Experiment
 from lockstep_recipes.ctclip.sample_data import make_volumes
+from lockstep_recipes.ctclip.task import CTClipTask
 from lockstep_recipes.ctclip.trainer import run
 from lockstep_recipes.settings import merged, read_settings
 
@@ -44,8 +45,9 @@ def flags() -> Flags:
     add = parser.add_argument
     add("--config", type=Path, required=True, help="the settings, in YAML")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting")
-    add("--resume", default="auto", help="auto, never, discard, or a checkpoint")
-    add("--accept_changes", action="store_true", help="resume though batch, rate, data changed")
+    add("--resume", help="auto, never, discard, or a checkpoint")
+    changed = "resume though batch, rate, data changed"
+    add("--accept_changes", action="store_true", default=None, help=changed)
     add("--local_rank", type=int, help="accepted; the launcher's environment wins")
     return parser
 
@@ -54,11 +56,13 @@ def build(argv: Sequence[str]) -> Callable[[], RunResult]:
     """Turn the command line into the run it asks for."""
     args = flags().read(argv)
     values = merged(read_settings(args.config), overrides(args.set))
-    values |= {"resume": args.resume, "accept_changes": args.accept_changes}
+    said = {"resume": args.resume, "accept_changes": args.accept_changes}
+    values |= {key: value for key, value in said.items() if value is not None}
     config = CTClipConfig.parse(values)
-    if is_rehearsal():
-        config = rehearse(config, values)
-    return partial(run, config)
+    if not is_rehearsal():
+        return partial(run, config)
+    small = rehearse(config, values)
+    return partial(run, small, CTClipTask(small, config.model.image_encoder.volume_shape))
 
 
 def overrides(texts: Sequence[str]) -> dict[str, Any]:
@@ -105,7 +109,7 @@ def rehearse(config: CTClipConfig, values: dict[str, Any]) -> CTClipConfig:
         "resume": "discard",
     }
     if not config.data.paths.train.exists():
-        made = make_volumes(folder / "sample_data", seed=config.experiment.seed)
+        made = make_volumes(folder / "sample_data", seed=Experiment().seed)  # the next one's, too
         paths = {"train": str(made / "train"), "validation": str(made / "validation")}
         small["data"]["paths"] = paths | {"labels": None}
     clip = SMALL_MODEL["clip"] | {"loss": config.model.clip.loss}

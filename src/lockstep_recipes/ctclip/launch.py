@@ -23,12 +23,12 @@ from lockstep.runtime import World, group_timeout_s, launched
 from lockstep_recipes.command import Flags, finish
 
 TIMEOUT_S = 36_000
-"""How long ranks wait for each other; NCCL_TIMEOUT, in seconds, says otherwise."""
+"""How long ranks wait for each other; `lockstep.timeout_s` or NCCL_TIMEOUT says otherwise."""
 SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
 INSTALL = "pip install 'lockstep-train[recipes]'"
 
 
-def join() -> tuple[Any, World]:
+def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> tuple[Any, World]:
     """Return the Accelerator and the World of this process. Collective.
 
     On a machine without GPUs, Accelerate would let every process train alone, and say
@@ -46,13 +46,13 @@ def join() -> tuple[Any, World]:
     launch, num_gpus = launched(), torch.cuda.device_count()
     variables: dict[str, Any] = {}
     if launch.size == 1:
-        World.enter()  # joins nothing, and says what contradicts what
+        World.enter(device)  # joins nothing, and says what contradicts what
     else:  # in the words of torchrun, whoever launched us: Accelerate would guess what is missing
         variables = {"RANK": launch.rank, "WORLD_SIZE": launch.size}
         variables |= {"LOCAL_RANK": launch.local_rank, "LOCAL_WORLD_SIZE": launch.local_size}
         variables |= {"MASTER_ADDR": launch.head, "MASTER_PORT": launch.port}
-    on_cpu = not num_gpus or parse_flag_from_env("ACCELERATE_USE_CPU")
-    options: dict[str, Any] = {"timeout": timedelta(seconds=group_timeout_s(TIMEOUT_S))}
+    on_cpu = device == "cpu" or not num_gpus or parse_flag_from_env("ACCELERATE_USE_CPU")
+    options: dict[str, Any] = {"timeout": timedelta(seconds=group_timeout_s(timeout_s))}
     if not on_cpu and launch.local_size > num_gpus:
         options["backend"] = "gloo"  # NCCL refuses two ranks on one GPU
     num_threads = torch.get_num_threads()
@@ -85,7 +85,8 @@ def join() -> tuple[Any, World]:
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     if plugin is not None and plugin.backend.value.upper() != "NO":
         raise ConfigError("dynamo_config of the Accelerate file would be ignored", "leave it out")
-    return accelerator, World.enter(accelerator.device.type, TIMEOUT_S)
+    made = accelerator.device.type
+    return accelerator, World.enter(made if device == "auto" else device, timeout_s)
 
 
 def banner(accelerator: Any, world: World) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.errors import ConfigError
 from lockstep.randomness import derive_seed
 from lockstep_recipes.command import Flags, finish
 from lockstep_recipes.made_folder import make_folder
@@ -49,8 +50,11 @@ def make_volumes(
     A folder that holds exactly this set is left alone.
 
     Raises:
+        ConfigError: if there are not so many volumes that differ in their findings.
         DataError: if the folder holds anything else.
     """
+    if num_val > NUM_CODES:
+        raise ConfigError(f"{num_val} held-out volumes cannot all differ", f"{NUM_CODES} at most")
     record = {"num": num, "num_val": num_val, "shape": list(shape), "seed": seed}
 
     def fill(made: Path) -> None:

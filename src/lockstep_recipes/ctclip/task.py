@@ -26,7 +26,14 @@ from lockstep.randomness import derive_seed
 from lockstep.runtime import World
 from lockstep.task import Context, PartialLoss, Task
 from lockstep_recipes.ctclip.config import CTClipConfig
-from lockstep_recipes.ctclip.data import Entry, VolumeData, findings_in, open_entries, spread
+from lockstep_recipes.ctclip.data import (
+    Entry,
+    Shape,
+    VolumeData,
+    findings_in,
+    open_entries,
+    spread,
+)
 from lockstep_recipes.ctclip.evaluate import (
     chosen,
     measure_findings,
@@ -42,7 +49,12 @@ BETAS = (0.9, 0.99)
 
 
 class CTClipTask(Task):
-    """Bring volumes and their reports together, and all others apart."""
+    """Bring volumes and their reports together, and all others apart.
+
+    Args:
+        config: The settings.
+        prepared_as: The shape that prepared volumes have, where the model takes only a part.
+    """
 
     name = "ctclip"
     may_change = (
@@ -63,8 +75,9 @@ class CTClipTask(Task):
     """What the run itself compares, and what decides nothing."""
     gathers = True
 
-    def __init__(self, config: CTClipConfig) -> None:
+    def __init__(self, config: CTClipConfig, prepared_as: Shape | None = None) -> None:
         self.config = config
+        self.prepared_as = prepared_as
         self._seen: list[dict[str, Tensor]] = []
 
     def settings(self) -> dict[str, Any]:
@@ -73,9 +86,17 @@ class CTClipTask(Task):
 
     def banner(self, world: World, contract: Contract) -> list[str]:
         """Say how many pairs meet, and what cannot be measured."""
-        lines = [f"Pairs told apart at a time: {contract.plan.total_batch}"]
+        plan, exact = contract.plan, self.config.run_config().exact
+        num_pairs = plan.global_batch if exact else plan.total_batch
+        lines = [f"Pairs told apart at a time: {num_pairs}"]
         if self.entries[1] and not self.findings:
             lines.append("warning: held-out volumes have no labels; retrieval alone is measured")
+        lacking = sum(not set(self.findings) <= e.findings.keys() for e in self.entries[1])
+        if lacking:
+            lines.append(
+                f"warning: {lacking} of {len(self.entries[1])} held-out volumes lack labels, and "
+                "are left out where they do"
+            )
         return lines
 
     # --- data ---------------------------------------------------------------------------------
@@ -103,7 +124,8 @@ class CTClipTask(Task):
 
     def _volumes(self, entries: Sequence[Entry]) -> VolumeData:
         shape = self.config.model.image_encoder.volume_shape
-        return VolumeData(entries, shape, self.config.data.spacing, self.findings)
+        spacing, stored = self.config.data.spacing, self.prepared_as
+        return VolumeData(entries, shape, spacing, self.findings, stored)
 
     @cached_property
     def tokenize(self) -> Vocabulary | LocalTokenizer:

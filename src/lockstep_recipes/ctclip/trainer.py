@@ -8,9 +8,10 @@ happens between steps (`lockstep.trainer`), or any arithmetic.
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from lockstep.agreement import check_alike
 from lockstep.observe.events import Event, EventLog
-from lockstep.schedule import warmup_cosine
-from lockstep.setup import check_alike, prepare
+from lockstep.schedule import build_schedule
+from lockstep.setup import prepare
 from lockstep.signals import StopSignals
 from lockstep.trainer import RunResult, Trainer
 from lockstep_recipes.ctclip.config import CTClipConfig
@@ -28,22 +29,21 @@ def run(config: CTClipConfig, task: CTClipTask | None = None) -> RunResult:
         LockstepError: the same on every rank, with what is wrong and what to try.
     """
     with ExitStack() as stack:
-        accelerator, world = join()
+        asked = config.run_config()
+        accelerator, world = join(asked.device, asked.timeout_s)
         stack.enter_context(world)
         signals = stack.enter_context(StopSignals())
         precision = choose_precision(config.training.mixed_precision, world.device)
         task = task or CTClipTask(config)
         run = prepare(task, config.run_config(precision), world, stack)
         check_alike("findings", " ".join(task.findings), world)
-        said = {"fp32": "no"}.get(precision, precision)
+        said = {"fp32": "no"}.get(run.config.precision, run.config.precision)
         lines = [*banner(accelerator, world), f"Mixed precision: {said}"]
         trainer = Trainer(run, signals, stack, also_say=lines)
         if config.logging.profile_timing:
             trainer.events.listeners.append(timing(trainer.events))
-        training = config.training
-        schedule = warmup_cosine(
-            training.warmup_steps, run.loader.total_steps, training.min_lr_ratio
-        )
+        loader, curve = run.loader, run.config.schedule
+        schedule = build_schedule(curve, loader.plan.steps_per_epoch, loader.total_steps)
         for batch in trainer.steps():
             run.set_rate(schedule(batch.step))
             trainer.step(batch)

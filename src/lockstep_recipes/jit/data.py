@@ -157,7 +157,8 @@ def hold_out(listing: Listing, fraction: float) -> tuple[Listing, Listing]:
     num_held_out = min(wanted, len(listing) // 2)
 
     def key(index: int) -> bytes:
-        return hashlib.blake2b(listing.names[index].encode(), digest_size=8).digest()
+        name = listing.names[index].encode(errors="surrogateescape")  # it may be no text
+        return hashlib.blake2b(name, digest_size=8).digest()
 
     order = sorted(range(len(listing)), key=key)
     return (

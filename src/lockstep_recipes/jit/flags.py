@@ -73,9 +73,10 @@ def build(argv: Sequence[str]) -> tuple[JiTTask, RunConfig]:
         args.variant, args.image_size, args.sample_steps = "JiT-T/4", 16, 4
         args.num_fid_samples, args.grid = 16, 4
         if not Path(args.data).exists():
-            args.data = _sample_data(args, REHEARSAL_IMAGES)
+            args.data = _sample_data(args, REHEARSAL_IMAGES, seed=0)  # the next one's, too
+            args.val, args.data_format = None, "auto"
     elif args.sample_data:
-        args.data = _sample_data(args, args.sample_data)
+        args.data = _sample_data(args, args.sample_data, args.seed)
     run = run_config(
         args,
         checkpoint={"name_epochs": True},
@@ -85,9 +86,9 @@ def build(argv: Sequence[str]) -> tuple[JiTTask, RunConfig]:
         averages=args.ema_decays,
         compile=args.compile,
     )
-    return JiTTask(task_config(JiTConfig, args)), run
+    return JiTTask(task_config(JiTConfig, args, seed=run.seed)), run
 
 
-def _sample_data(args: argparse.Namespace, num: int) -> Path:
+def _sample_data(args: argparse.Namespace, num: int, seed: int) -> Path:
     folder = Path(args.output_dir) / "sample_data"
-    return make_images(folder, num=num, size=args.image_size, seed=args.seed)
+    return make_images(folder, num=num, size=args.image_size, seed=seed)

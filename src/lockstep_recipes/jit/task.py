@@ -11,7 +11,7 @@ Shapes: B images, H image side.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -307,8 +307,9 @@ class JiTTask(Task):
     ) -> Mapping[str, float | Path]:
         """Draw samples into `folder/samples`, and measure how far they are from real images.
 
-        Collective. Each rank draws its share; a sample depends on its index, the seed
-        and the weights, not on the number of ranks.
+        Collective. Each rank draws its share; a sample depends on its index, its class, the
+        seed and the weights, not on the number of ranks. The picture has as many of each
+        class; what is measured has the classes of the images it is compared with.
         """
         config, world = self.config, context.world
         made: dict[str, float | Path] = {}
@@ -327,14 +328,18 @@ class JiTTask(Task):
             reference = self._reference(world)
             if reference.count < 2:
                 return made
-            batches = self._samples(model, context, config.num_fid_samples)
+            classes = self._compared.labels
+            batches = self._samples(model, context, config.num_fid_samples, classes)
             moments = evaluate.image_moments(batches, self._features, world).all_sum(world)
         distance = evaluate.frechet_of_moments(moments, reference, world)
         return made | {"fid" if config.inception_weights else "frechet_random_features": distance}
 
-    def _samples(self, model: nn.Module, context: Context, num: int) -> Iterator[Tensor]:
-        """Yield this rank's share of `num` samples as uint8 batches."""
+    def _samples(
+        self, model: nn.Module, context: Context, num: int, classes: Sequence[int] = ()
+    ) -> Iterator[Tensor]:
+        """Yield this rank's share of `num` samples, of `classes` (or all) in turn, as uint8."""
         config, world = self.config, context.world
+        classes = classes or range(max(1, self.num_classes))
         settings = evaluate.SamplerSettings(
             steps=config.sample_steps,
             guidance=config.guidance,
@@ -350,8 +355,8 @@ class JiTTask(Task):
 
         def draw(indices: range) -> Tensor:
             noise = evaluate.sample_noise(context.seed, indices, config.image_size)
-            classes = [index % self.num_classes if self.num_classes else 0 for index in indices]
-            labels = torch.tensor(classes, device=world.device)
+            chosen = [classes[index % len(classes)] for index in indices]
+            labels = torch.tensor(chosen, device=world.device)
             noise = noise.to(world.device)
             return evaluate.to_bytes(
                 evaluate.sample(velocity, noise, labels, self.num_classes, settings)
@@ -371,18 +376,22 @@ class JiTTask(Task):
         except OSError as error:
             warnings.warn(f"the samples of this evaluation were not saved: {error}", stacklevel=2)
 
-    def _reference(self, world: World) -> Moments:
-        """Return the moments of real images, read once and shared out over the ranks. Collective.
+    @cached_property
+    def _compared(self) -> Listing:
+        """The real images that samples are compared with.
 
-        They are the held-out ones if there are enough, else images spread over the training set.
+        They are spread over the held-out ones if there are enough, else over the training set.
         """
+        trained, held_out = self.listings
+        listing = trained if len(held_out) < self.config.num_fid_samples else held_out
+        num = min(self.config.num_fid_samples, len(listing))
+        return listing.select([index * len(listing) // num for index in range(num)])
+
+    def _reference(self, world: World) -> Moments:
+        """Return the moments of those images, read once and shared out over ranks. Collective."""
         if self._reference_moments is None:
-            listing = self.listings[1]
-            if len(listing) < self.config.num_fid_samples:
-                listing = self.listings[0]
-            num = min(self.config.num_fid_samples, len(listing))
-            chosen = [index * len(listing) // num for index in evaluate.share(num, world)]
-            data = open_listing(listing.select(chosen), self.config.image_size, flip=False)
+            mine = self._compared.select(list(evaluate.share(len(self._compared), world)))
+            data = open_listing(mine, self.config.image_size, flip=False)
             batches = _in_batches(data, self.config.sample_batch_size)
             moments = evaluate.image_moments(batches, self._features, world)
             self._reference_moments = moments.all_sum(world)

@@ -99,6 +99,10 @@ class Absorbing:
         factor = (factor.clamp(max=clip) if clip else factor).to(logits.dtype)
         return cross_entropy(logits, x0) * self.is_scored(x_t) * factor[:, None, None]
 
+    def end_nats(self, x0: Tensor) -> Tensor:
+        """Return what x_T still tells of x_0, in nats (B, L, S): nothing."""
+        return torch.zeros_like(x0, dtype=torch.float64)
+
     def noise(self, x0: Tensor, generator: torch.Generator) -> Tensor:
         """Return x_T: nothing but MASK."""
         return torch.full_like(x0, self.vocabulary.mask)
@@ -164,6 +168,7 @@ class Kernel:
         self.cumulative = torch.stack(bars)
         """Q_1 Q_2 ... Q_t."""
         self.prior = bars[-1].mean(dim=0)
+        self.left = (torch.xlogy(bars[-1], bars[-1]) - bars[-1] * self.prior.log()).sum(dim=-1)
 
     def times(self, u: Tensor) -> Tensor:
         """Turn numbers in [0, 1) into times 1 to T, all equally likely."""
@@ -218,6 +223,10 @@ class Kernel:
         factor = torch.full_like(weights, self.num_steps)
         factor = torch.minimum(factor, clip / weights) if clip else factor
         return kl * factor.to(kl.dtype)[:, None, None]
+
+    def end_nats(self, x0: Tensor) -> Tensor:
+        """Return KL(q(x_T | x_0) || prior), in nats (B, L, S): with few steps not all is lost."""
+        return placed(self.left, x0.device)[x0.clamp(max=self.vocabulary.num_states - 1)]
 
     def noise(self, x0: Tensor, generator: torch.Generator) -> Tensor:
         """Return x_T, drawn from where the process ends."""

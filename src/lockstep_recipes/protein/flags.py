@@ -73,7 +73,8 @@ def build(argv: Sequence[str]) -> tuple[ProteinTask, RunConfig]:
         given = [Path(path) for path in (args.pdb_path, args.cache_dir) if path]
         num_generated = 0 if any(path.exists() for path in given) else REHEARSAL_CHAINS
     if num_generated:
-        folder = make_cache(Path(args.output_dir) / "sample_data", num_generated, seed=args.seed)
+        seed = 0 if is_rehearsal() else args.seed  # the next rehearsal's, too
+        folder = make_cache(Path(args.output_dir) / "sample_data", num_generated, seed=seed)
         args.pdb_path = args.cache_dir = folder
     run = run_config(
         args,
@@ -87,7 +88,8 @@ def build(argv: Sequence[str]) -> tuple[ProteinTask, RunConfig]:
         max_grad_norm=args.max_grad_norm,
         averages=args.ema_decays,
     )
-    return ProteinTask(task_config(ProteinConfig, args, batch_size=run.batch.batch_size)), run
+    own = {"batch_size": run.batch.batch_size, "seed": run.seed}  # --set may have changed them
+    return ProteinTask(task_config(ProteinConfig, args, **own)), run
 
 
 def run_folder(save_dir: str | None, output_dir: str | None) -> str:

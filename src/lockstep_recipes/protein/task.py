@@ -149,6 +149,8 @@ class ProteinTask(Task):
         self.vocabulary = self.process.vocabulary
         auto = 0.5 if config.vocab == "fragment" else 1.0
         self.chi_weight = auto if config.chi_weight == "auto" else config.chi_weight
+        # Where part of the sequence is always shown, its nats are nobody's: there is no bound.
+        self.has_bound = config.use_discrete_diffusion or config.mask_ratio == 1
         self.baselines: dict[str, float] = {}
 
     def settings(self) -> dict[str, Any]:
@@ -302,7 +304,7 @@ class ProteinTask(Task):
     def evaluate(
         self, model: nn.Module, batch: Batch, context: Context
     ) -> Mapping[str, tuple[Tensor, Tensor | float]]:
-        """Predict all residues at once from noise alone, then estimate the ELBO over t."""
+        """Predict all residues at once from noise alone, then estimate the loss and the ELBO."""
         aatype, coords, segment = batch["aatype"], batch["coords"], batch["segment"]
         known = (aatype != UNKNOWN)[..., None]
         x0 = self.vocabulary.tokens(aatype)
@@ -323,10 +325,11 @@ class ProteinTask(Task):
         t, factor = to_device(self.process.bound_times(u), x0.device)
         x_t = self.process.corrupt(x0, t, context.generator("mask"))
         logits, _ = model(coords, segment, x_t, t / self.process.num_steps)
-        bound = self.process.bound(logits, x0, x_t, t) * known
-        weighted = bound * factor.to(bound.dtype)[:, None, None]
+        bound = self.process.bound(logits, x0, x_t, t)
+        bound = bound * factor.to(bound.dtype)[:, None, None] + self.process.end_nats(x0)
         scored = self.process.is_scored(x_t) & known
-        measured["elbo"] = (weighted.sum(), known.sum())
+        if self.has_bound:
+            measured["elbo"] = ((bound * known).sum(), known.sum())
         measured["loss"] = ((cross_entropy(logits, x0) * scored).sum(), scored.sum())
         return measured
 
@@ -335,9 +338,10 @@ class ProteinTask(Task):
         found = dict(super().derive(means))
         nats = {
             "perplexity": found.pop("nats", math.nan),
-            "elbo_perplexity": found.get("elbo", math.nan),
             "unigram_perplexity": found.pop("unigram_nats", math.nan),
         }
+        if self.has_bound:
+            nats["elbo_perplexity"] = found.get("elbo", math.nan)
         found |= {name: math.exp(min(mean, 700.0)) for name, mean in nats.items()}
         own = {name: value for name, value in found.items() if not name.startswith(BASELINES)}
         self.baselines = {name: value for name, value in found.items() if name not in own}
@@ -374,5 +378,5 @@ class ProteinTask(Task):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(said))
         known = recoveries[recoveries.isfinite()]
-        median = float(known.median()) if len(known) else math.nan
+        median = float(known.quantile(0.5)) if len(known) else math.nan
         return {**baselines, "design_recovery_median": median}

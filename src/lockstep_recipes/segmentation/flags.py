@@ -85,7 +85,7 @@ def build(argv: Sequence[str]) -> tuple[SegmentationTask, RunConfig]:
         args.num_pictures = min(args.num_pictures, 2)
         if not Path(args.data).exists():
             folder = Path(args.output_dir) / "sample_data"
-            args.data = make_shapes(folder, REHEARSAL_IMAGES, num_val=8, size=48, seed=args.seed)
+            args.data = make_shapes(folder, REHEARSAL_IMAGES, num_val=8, size=48)
     run = run_config(
         args,
         rate={"reference_batch": 16},

@@ -25,10 +25,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lockstep.batch_norm import SyncBatchNorm
 from lockstep.errors import ConfigError, DataError
 from lockstep.evaluation import evaluating
 from lockstep.plan import Contract
@@ -73,8 +74,8 @@ class SegmentationConfig(BaseModel):
     lorm: bool = True
     backbone_weights: Path | None = None
 
-    crop: tuple[int, int] = (465, 465)
-    scale: tuple[float, float] = (0.5, 2.0)
+    crop: tuple[PositiveInt, PositiveInt] = (465, 465)
+    scale: tuple[PositiveFloat, PositiveFloat] = (0.5, 2.0)
     degrees: float = Field(default=10.0, ge=0, le=180)
     blur: float = Field(default=1.5, ge=0)
 
@@ -102,6 +103,11 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, smooth: float = 0.0) -> Te
         logits, labels.long(), ignore_index=IGNORE, reduction="none", label_smoothing=smooth
     )
     return each.sum()  # apart: on a GPU the two in one add in another order each time
+
+
+def _sees_others(model: nn.Module, world: World) -> bool:
+    """Say whether batch normalisation is over more images than this rank's."""
+    return world.size > 1 and any(isinstance(m, SyncBatchNorm) for m in model.modules())
 
 
 class SegmentationTask(Task):
@@ -227,7 +233,7 @@ class SegmentationTask(Task):
     def loss(self, model: nn.Module, batch: Batch, context: Context) -> PartialLoss:
         """Return the weighted sum of the terms, each divided by its units of the whole step."""
         config = self.config
-        if len(batch["image"]) == 1 and context.world.size == 1:
+        if len(batch["image"]) == 1 and not _sees_others(model, context.world):
             raise ConfigError(
                 "batch normalisation cannot train on a batch of one image", "--batchsize 2"
             )

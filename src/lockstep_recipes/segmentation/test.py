@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from lockstep.agreement import together
 from lockstep.checkpoint import CheckpointStore, load_model_state
 from lockstep.errors import CheckpointError
 from lockstep.runtime import World
@@ -80,20 +81,26 @@ def test_split(args: Namespace, world: World) -> dict[str, float]:
     data = SegmentationData(listing, ("mask",))
     local_matrix = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=world.device)
     on_gpu = world.device.type == "cuda"
-    for index in range(min(len(data), args.max_images or len(data)))[world.rank :: world.size]:
-        image, planes = data.read(index)
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].to(world.device)
-        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
-            seen = normalise(pixels, torch.float32)[0]
-            predicted = predict_in_windows(model, seen, args.scales, args.window).argmax(dim=0)
-        truth = torch.from_numpy(planes["mask"]).to(world.device)
-        local_matrix += count_pixels(predicted, truth, num_classes)
-        if args.output:
-            mask = predicted.to(torch.uint8).cpu().numpy()
-            name = f"{listing.names[index]}.png"
-            draw_rows([(np.asarray(image), planes["mask"], mask)], args.output / "pictures" / name)
-            (args.output / "masks").mkdir(parents=True, exist_ok=True)
-            Image.fromarray(mask).save(args.output / "masks" / name)
+
+    def look() -> None:
+        for index in range(min(len(data), args.max_images or len(data)))[world.rank :: world.size]:
+            image, planes = data.read(index)
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].to(world.device)
+            with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+                seen = normalise(pixels, torch.float32)[0]
+                predicted = predict_in_windows(model, seen, args.scales, args.window).argmax(dim=0)
+            truth = torch.from_numpy(planes["mask"]).to(world.device)
+            local_matrix.add_(count_pixels(predicted, truth, num_classes))
+            if args.output:
+                mask = predicted.to(torch.uint8).cpu().numpy()
+                name = f"{listing.names[index]}.png"
+                draw_rows(
+                    [(np.asarray(image), planes["mask"], mask)], args.output / "pictures" / name
+                )
+                (args.output / "masks").mkdir(parents=True, exist_ok=True)
+                Image.fromarray(mask).save(args.output / "masks" / name)
+
+    together(world, look)  # what one rank cannot read, all say and leave
     return read_confusion(world.all_sum(local_matrix).double().cpu())
 
 

@@ -90,6 +90,7 @@ def test_tables_with_and_without_names(tmp_path) -> None:
         ("1,2\n3\n", "no table"),
         ("1,x\n1,2\n3,nan\n", "row 2"),
         ("x,y\n", "no rows"),
+        (",x,y\n0,1,2\n1,3,4\n", "no name"),  # pandas' index is no action
     ):
         (tmp_path / "c.csv").write_text(text)
         with pytest.raises(DataError, match=said):
@@ -201,6 +202,18 @@ def test_the_converter_refuses_in_one_line(robots, tmp_path, capsys) -> None:
         assert err.startswith("lockstep: ")
         assert said in err
         assert not (tmp_path / "out").exists()
+
+
+def test_the_converter_names_a_line_that_is_no_recording(robots, tmp_path, capsys) -> None:
+    meta, out = robots / "meta.jsonl", tmp_path / "out"
+    good = meta.read_text()
+    for bad in ("{oops", '{"dir": "robot/ep000"}', good.split("\n")[0].replace("ep000", "none")):
+        meta.write_text(f"{good}\n{bad}\n")
+        assert answer(convert, [str(robots), str(out)]) == 2
+        assert capsys.readouterr().err.startswith("lockstep: meta.jsonl, line 7 is no recording: ")
+    (robots / "robot/ep000/data.npz").write_bytes(b"PK\x03\x04 cut off")
+    assert answer(convert, [str(robots), str(out)]) == 2
+    assert "meta.jsonl, line 1" in capsys.readouterr().err
 
 
 class FakeGroup(dict):

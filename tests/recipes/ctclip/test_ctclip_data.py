@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep_recipes.ctclip.data import (
     FINDINGS,
     Entry,
@@ -21,6 +21,7 @@ from lockstep_recipes.ctclip.data import (
     read_voxels,
     resample,
 )
+from lockstep_recipes.ctclip.flags import build
 from lockstep_recipes.ctclip.sample_data import PLACES, draw, make_volumes, report
 
 SPACING = (1.5, 0.75, 0.75)
@@ -103,6 +104,26 @@ def test_tar_shards_are_read_by_index(tmp_path: Path) -> None:
     assert "study2" in data.describe(2)
 
 
+def test_a_rehearsal_reads_what_is_prepared_for_the_full_size(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_REHEARSAL", "1")
+    write_shards(tmp_path / "shards", 3, shape=(60, 60, 30))
+    settings = {
+        "data": {"paths": {"train": str(tmp_path / "shards"), "validation": None}},
+        "model": {"image_encoder": {"image_size": 60, "depth": 30}, "clip": {"dim_image": 4608}},
+        "checkpoint": {"save_dir": str(tmp_path / "saves")},
+    }
+    (tmp_path / "fits.yaml").write_text(json.dumps(settings))
+    settings["model"]["image_encoder"]["depth"] = 40
+    (tmp_path / "not.yaml").write_text(json.dumps(settings))
+    fits, does_not = (
+        build(["--config", str(tmp_path / name)]).args[1].train_data()  # type: ignore[attr-defined]
+        for name in ("fits.yaml", "not.yaml")
+    )
+    assert fits[0]["volume"].shape == (1, 24, 48, 48)
+    with pytest.raises(DataError, match=r"\(30, 60, 60\), the model takes \(40, 60, 60\)"):
+        does_not[0]
+
+
 def test_shards_that_are_missing_or_cut_are_named(tmp_path: Path) -> None:
     write_shards(tmp_path / "few", 3, total=4)
     with pytest.raises(DataError, match="total_samples 4, its shards hold 3"):
@@ -114,6 +135,16 @@ def test_shards_that_are_missing_or_cut_are_named(tmp_path: Path) -> None:
         open_entries(tmp_path / "cut")
 
 
+def test_a_line_of_a_manifest_ends_where_json_lines_do(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((2, 2, 2)))
+    reports = ["one\u2028two", "three\x85four", "Göğüs"]
+    lines = [json.dumps({"volume": "a.npy", "report": r}, ensure_ascii=False) for r in reports]
+    (tmp_path / "manifest.jsonl").write_bytes("\r\n".join(lines).encode("utf-8-sig"))
+    found = open_entries(tmp_path)
+    assert [e.report for e in found] == reports
+    assert found[1].origin.endswith("line 2")
+
+
 def test_labels_come_from_a_csv_by_volume_name(tmp_path: Path) -> None:
     data = make_volumes(tmp_path / "data", num=2, num_val=1, shape=(4, 8, 8))
     rows = ["VolumeName,Cardiomegaly,Emphysema", "volume_00001.npy,0,1", "volume_00000.npy,1,0"]
@@ -123,6 +154,24 @@ def test_labels_come_from_a_csv_by_volume_name(tmp_path: Path) -> None:
         {"Cardiomegaly": 1, "Emphysema": 0},
         {"Cardiomegaly": 0, "Emphysema": 1},
     ]
+
+
+def test_labels_of_ct_rate_fit_volumes_that_were_converted(tmp_path: Path) -> None:
+    # Its table has the names of the scans as they are published.
+    csv = tmp_path / "labels.csv"
+    for name in ("valid_1_a_1.npy", "valid_1_a_1.npz", "valid_1_a_1.nii.npy"):
+        np.save(tmp_path / "volume.npy", np.zeros((2, 2, 2)))
+        (tmp_path / "volume.npy").rename(tmp_path / name)
+        line = {"volume": name, "report": "x"}
+        (tmp_path / "manifest.jsonl").write_text(json.dumps(line))
+        csv.write_text("VolumeName,Emphysema\nvalid_1_a_1.nii.gz,1\nvalid_1_a_2.nii.gz,0\n")
+        (found,) = open_entries(tmp_path, csv)
+        assert found.findings == {"Emphysema": 1}, name
+    write_shards(tmp_path / "shards", 3)
+    csv.write_text("VolumeName,Emphysema\n000001.nii.gz,1\n")
+    of_shards = [e.findings for e in open_entries(tmp_path / "shards", csv)]
+    assert of_shards[1] == {"Emphysema": 1}
+    assert len(of_shards[0]) == len(of_shards[2]) == len(FINDINGS), "the shard's own"
 
 
 def test_generated_chests_show_and_name_their_findings(tmp_path: Path) -> None:
@@ -143,5 +192,7 @@ def test_generated_chests_show_and_name_their_findings(tmp_path: Path) -> None:
     again = make_volumes(tmp_path / "again", num=5, num_val=30, shape=(4, 8, 8))
     files = sorted(path.relative_to(data) for path in data.rglob("*.np*"))
     assert all((data / f).read_bytes() == (again / f).read_bytes() for f in files)
+    with pytest.raises(ConfigError, match="65 held-out volumes cannot all differ"):
+        make_volumes(tmp_path / "more", num=5, num_val=65, shape=(4, 8, 8))
     with pytest.raises(DataError, match="holds another sample set"):
         make_volumes(tmp_path / "data", num=6, num_val=30, shape=(4, 8, 8))

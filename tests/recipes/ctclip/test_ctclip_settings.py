@@ -14,13 +14,14 @@ import yaml
 from pydantic import BaseModel
 
 from lockstep import RunConfig, read_events
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LaunchError
 from lockstep.plan import Contract
 from lockstep.record import banner
 from lockstep.resuming import agree_on_contract
 from lockstep.setup import Run, prepare
 from lockstep.testing import FakeWorld, run_ranks
 from lockstep_recipes.ctclip.config import CTClipConfig
+from lockstep_recipes.ctclip.evaluate import measure_findings
 from lockstep_recipes.ctclip.flags import build, overrides
 from lockstep_recipes.ctclip.launch import check_file, choose_precision
 from lockstep_recipes.ctclip.task import CTClipTask
@@ -278,6 +279,54 @@ def test_a_metric_nobody_can_measure_is_said_and_never_the_best(
     assert not (config.folder / "checkpoints" / "best_model.pt").exists()
 
 
+def group_timeout_s(config: CTClipConfig) -> float:
+    waits: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        heard = "lockstep_recipes.ctclip.launch.group_timeout_s"
+        patch.setattr(heard, lambda asked: waits.append(asked) or asked)
+        run(config)
+    return waits[0]
+
+
+def test_settings_of_the_run_have_their_effect_in_a_loop_of_ones_own(settings) -> None:
+    quiet = {"data": {"paths": {"validation": None}}}
+    own = {"lockstep": {"schedule": {"shape": "constant"}, "timeout_s": 77}}
+    config = settings(quiet, own, {"training": {"max_steps": 3, "warmup_steps": 0}})
+    assert run_ranks(1, group_timeout_s, config) == [77]
+    rates = [e["learning_rate"] for e in read_events(config.folder) if e["event"] == "step"]
+    assert rates == [1e-3] * 3
+    assert settings().run_config().timeout_s == 36_000, "unless said"
+    if not torch.cuda.is_available():
+        with pytest.raises(LaunchError, match="cuda"):
+            run(settings(quiet, {"lockstep": {"device": "cuda"}}))
+
+
+def test_the_banner_says_how_many_pairs_meet(settings) -> None:
+    twice = {"training": {"gradient_accumulation_steps": 2}}
+    assert "Pairs told apart at a time: 4" in banner(built(settings(twice)))
+    # In exact mode those of a whole step do.
+    exact = settings(twice, {"lockstep": {"exact": True}})
+    assert "Pairs told apart at a time: 8" in banner(built(exact))
+
+
+def test_a_held_out_volume_without_labels_is_no_healthy_one(settings, volumes, tmp_path) -> None:
+    lines = (volumes / "validation" / "manifest.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    for entry in entries:
+        entry["volume"] = str(volumes / "validation" / entry["volume"])
+    whole = dict(entries[0]["labels"])
+    del entries[0]["labels"]
+    del entries[1]["labels"]["Emphysema"]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    made = built(settings({"data": {"paths": {"validation": str(tmp_path / "some.jsonl")}}}))
+    assert any("2 of 7 held-out volumes lack labels" in line for line in banner(made))
+    labels = torch.stack([made.held_out[index]["labels"] for index in range(7)])
+    assert labels.isnan().sum() == len(whole) + 1
+    perfect = labels.nan_to_num(0.9)  # sure of what nobody has looked at
+    assert measure_findings(perfect, labels, 0.5)["auroc"] == 1
+    assert measure_findings(perfect, labels, 0.5)["precision"] == 1
+
+
 def test_a_run_records_every_key_of_its_settings(settings) -> None:
     config = settings()
     built(config)
@@ -420,6 +469,19 @@ def test_a_number_written_as_yaml_reads_it_as_text_is_a_number(values) -> None:
     read = yaml.safe_load("training: {learning_rate: 1e-4}")
     assert read["training"]["learning_rate"] == "1e-4"
     assert CTClipConfig.parse(values(read)).training.learning_rate == 1e-4
+
+
+def test_resuming_is_as_the_file_says_unless_a_flag_says_otherwise(values, tmp_path) -> None:
+    said = {"resume": "never", "accept_changes": True}
+    (tmp_path / "settings.yaml").write_text(yaml.dump(values(said)))
+
+    def asked(*flags: str) -> tuple[str, bool]:
+        config = build(["--config", str(tmp_path / "settings.yaml"), *flags]).args[0]  # type: ignore[attr-defined]
+        return config.resume, config.accept_changes
+
+    assert asked() == ("never", True)
+    assert asked("--resume", "discard") == ("discard", True)
+    assert asked("--set", "resume=auto", "--set", "accept_changes=false") == ("auto", False)
 
 
 def test_bad_flags_are_named(command, settings_file) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from lockstep.data.fingerprint import take_print
 from lockstep.errors import ConfigError, DataError
 from lockstep_recipes.jit import text_pixels
 from lockstep_recipes.jit.data import (
@@ -22,6 +23,7 @@ from lockstep_recipes.jit.data import (
     read_image,
     scan,
 )
+from lockstep_recipes.jit.flags import build
 from lockstep_recipes.jit.sample_data import SHAPES, make_images, make_texts
 from lockstep_recipes.jit.task import JiTTask
 
@@ -358,3 +360,31 @@ def test_real_photographs_are_read(shared_data: Path, tmp_path: Path) -> None:
     images = torch.stack([data[index]["image"] for index in range(len(data))])
     assert len(images) >= 8
     assert 20 < images.float().std() < 120
+
+
+def test_a_rehearsal_makes_the_data_that_are_not_there_whatever_else_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_REHEARSAL", "1")
+    monkeypatch.setattr("lockstep_recipes.jit.flags.REHEARSAL_IMAGES", 16)
+    for words in ("", "--seed 1", "--val_path not_there", "--data_format text"):
+        where = ["--data_path", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out")]
+        task, _ = build([*where, *words.split()])
+        assert [len(listing) for listing in task.listings] == [8, 8], words
+
+
+def test_a_seed_is_the_same_by_flag_and_by_setting(image_folder: Path) -> None:
+    for words in (["--seed", "5"], ["--set", "seed=5"]):
+        task, config = build(["--data_path", str(image_folder), *words])
+        assert (task.config.seed, config.seed) == (5, 5)
+
+
+def test_files_may_have_names_that_are_no_text(tmp_path: Path) -> None:
+    for index in range(4):
+        with open(os.fsencode(tmp_path) + b"/caf\xe9_%d.png" % index, "wb") as file:
+            Image.new("RGB", (8, 8)).save(file, "PNG")
+    trained, held_out = hold_out(scan(tmp_path), 0.5)
+    data = open_listing(trained, 8, flip=False)
+    assert (len(data), len(held_out)) == (2, 2)
+    assert data[0]["image"].shape == (3, 8, 8)
+    assert take_print(data, seed=0)["length"] == 2

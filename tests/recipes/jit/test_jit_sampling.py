@@ -32,6 +32,7 @@ from lockstep_recipes.jit.evaluate import (
     to_bytes,
 )
 from lockstep_recipes.jit.model import JiT
+from lockstep_recipes.jit.sample_data import make_images
 from lockstep_recipes.jit.task import JiTTask
 
 MakeTask = Callable[..., JiTTask]
@@ -311,6 +312,35 @@ def test_the_reference_is_read_once(
 
     monkeypatch.setattr("lockstep_recipes.jit.data.read_image", refuse)
     assert draw_picture(task, model, FakeWorld(), tmp_path) == first
+
+
+@pytest.mark.parametrize("num_fid_samples", [10, 40])
+def test_what_is_compared_has_the_classes_of_what_it_is_compared_with(
+    num_fid_samples: int, make_task: MakeTask, tmp_path: Path
+) -> None:
+    for name, number, grey in (("few", 4, 255), ("many", 36, 0)):
+        (tmp_path / name).mkdir()
+        for index in range(number):
+            Image.new("RGB", (8, 8), (grey,) * 3).save(tmp_path / name / f"{index:02d}.png")
+
+    class Perfect(torch.nn.Module):
+        def forward(self, x: Tensor, t: Tensor, label: Tensor) -> Tensor:
+            return (1 - 2.0 * label)[:, None, None, None].expand_as(x)
+
+    changes = {"val_fraction": 0, "num_fid_samples": num_fid_samples, "guidance": 1.0}
+    task = make_task(**FAST | changes, data=tmp_path)
+    (distance,) = draw_picture(task, Perfect(), FakeWorld(), tmp_path / "run").values()  # type: ignore[arg-type]
+    assert distance < 1e-3
+
+
+def test_of_more_classes_than_samples_not_only_the_first_are_drawn(
+    make_task: MakeTask, constant: Any, tmp_path: Path
+) -> None:
+    make_images(tmp_path / "data", num=40, size=8, classes=10)
+    changes = {"val_fraction": 0, "grid": 0, "num_fid_samples": 5, "guidance": 1.0}
+    task = make_task(**FAST | changes, data=tmp_path / "data")
+    draw_picture(task, constant, FakeWorld(), tmp_path / "run")  # type: ignore[arg-type]
+    assert set(torch.cat(constant.labels).tolist()) == {0, 2, 4, 6, 8}
 
 
 def test_a_bad_reference_image_is_left_out_with_a_warning(

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from typed import place, run
 
+from lockstep_recipes.protein.flags import build
+
 TRAIN = (
     "python train.py --pdb_path data/cache --cache_dir data/cache --use_predefined_split "
     "--epochs 300 --batch_size 4 --use_discrete_diffusion --num_diffusion_steps 1000 "
@@ -14,6 +16,11 @@ SAMPLE = (
     "python -m lockstep_recipes.protein.sample --pdb_path rehearsal/sample_data/sample_0000.pt "
     "--checkpoint rehearsal/checkpoints/best_model.pt --output designs.fasta"
 )
+
+
+def test_a_seed_that_is_set_is_that_of_the_weights_and_the_split_too() -> None:
+    task, run_config = build(["--set", "seed=3"])
+    assert task.config.seed == run_config.seed == 3
 
 
 @pytest.mark.timeout(300)

@@ -261,13 +261,42 @@ def test_every_kind_of_training_learns(make_task, tmp_path, changes) -> None:
     assert after["elbo"] < before["elbo"]
 
 
+def test_a_bound_is_reported_only_where_nothing_of_the_sequence_is_shown(
+    make_task, tmp_path
+) -> None:
+    def make() -> ProteinTask:
+        return make_task(use_discrete_diffusion=False, mask_ratio=0.15, num_designs=0)
+
+    metrics = overfit(make, str(tmp_path), 1)
+    assert metrics["perplexity"] > 10
+    assert not [name for name in metrics if "elbo" in name], "15 % of the nats are no bound"
+
+
+@pytest.mark.parametrize("transition", ["absorbing", "uniform", "blosum"])
+def test_no_bound_is_below_the_entropy_of_the_data(make_task, transition) -> None:
+    task = make_task(transition=transition, num_diffusion_steps=1)
+    aatype = (torch.arange(20_000) % 20).reshape(1000, 20)  # ln 20 nats each
+    nothing = torch.zeros(1000, 20, 4)
+    batch = {"aatype": aatype, "coords": nothing[..., None], "segment": aatype, "chi": nothing}
+
+    def best(coords, segment, x_t, level):  # p(x_0 | x_1): nobody guesses better in one step
+        kept = getattr(task.process, "cumulative", torch.ones(2, 20, 21))[1]
+        return kept.T.double().log()[x_t], torch.zeros(1000, 20, 4, 72)
+
+    context = Context(FakeWorld(), 0, 0, 0, training=False)
+    total, num = task.evaluate(best, batch | {"chi_mask": nothing.bool()}, context)["elbo"]
+    assert float(total / num) == pytest.approx(np.log(20), rel=0.01)
+
+
 def test_designs_of_an_evaluation_do_not_depend_on_the_ranks(make_task, tmp_path) -> None:
     texts = []
     for ranks in (1, 3):
         folder = tmp_path / f"ranks{ranks}"
-        run_ranks(ranks, train, make_task, str(folder), 1)
+        metrics = run_ranks(ranks, train, make_task, str(folder), 1)[0]["metrics"]
         (path,) = (folder / "samples").glob("*.fasta")
         entries = path.read_text().split(">")[1:]
         texts.append(sorted(entries))
+        found = [float(entry.split("recovery=")[1].split()[0]) for entry in entries]
+        assert metrics["design_recovery_median"] == pytest.approx(np.median(found), abs=1e-4)
     assert texts[0] == texts[1]
     assert len(texts[0]) == 2

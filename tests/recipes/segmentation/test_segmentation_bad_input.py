@@ -9,6 +9,8 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
+from lockstep.errors import DataError
+from lockstep.testing import run_ranks
 from lockstep_recipes.command import answer
 from lockstep_recipes.segmentation import test as test_command
 from lockstep_recipes.segmentation.flags import build, choose_model
@@ -47,6 +49,8 @@ def check(ended, *words: str) -> None:
         (["--dist_url", "tcp://host:1"], ["tcp://host:1", "env://"]),
         (["--label_smooth", "2"], ["label_smooth"]),
         (["--batchsize", "1"], ["--batchsize 2"]),
+        (["--crop_size", "0"], ["crop"]),
+        (["--scale", "0", "1"], ["scale"]),
         (["--batchsize", "16"], ["10 samples"]),
         (["--world_size", "2"], ["--world_size 2"]),
         (["--dataset_path", "nowhere"], ["nowhere"]),
@@ -55,6 +59,11 @@ def check(ended, *words: str) -> None:
 )
 def test_a_bad_flag_is_named_with_what_to_try(command, data, argv, words) -> None:
     check(command(build, [*SMALL, *argv]), *words)
+
+
+def test_one_image_a_rank_needs_the_other_ranks_images(command, data) -> None:
+    argv = [*SMALL, "--distributed", "--batchsize", "1", "--no_sync_bn"]
+    check(command(build, argv, ranks=2), "--batchsize 2")
 
 
 def out_of_range(data: Path) -> str:
@@ -150,6 +159,12 @@ def test_the_name_of_a_model_says_what_it_has() -> None:
     assert choose_model("res101_ASPP", 101) == ("res101_ASPP", 101, False)
 
 
+def said_of_a_test(argv: list[str]) -> str:
+    with pytest.raises(DataError) as caught:
+        test_command.run(argv)
+    return ":".join(caught.value.problem.split(":")[:2])
+
+
 def test_the_final_test_rebuilds_the_network_and_writes_masks(
     command, data, tmp_path, capfd
 ) -> None:
@@ -179,3 +194,6 @@ def test_the_final_test_rebuilds_the_network_and_writes_masks(
     assert float(said["pixel_accuracy"]) == pytest.approx(np.concatenate(right).mean(), abs=1e-4)
     assert answer(test_command.run, ["--checkpoint", "nowhere", "--dataset_path", str(data)]) == 2
     assert "nowhere" in capfd.readouterr().err
+    (data / "JPEGImages" / f"{masks[1].stem}.jpg").write_bytes(b"no image")  # the second rank's
+    said_by = run_ranks(2, said_of_a_test, argv)
+    assert said_by == [f"rank 1: {data}/JPEGImages/{masks[1].stem}.jpg is not a readable image"] * 2
