@@ -14,9 +14,9 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from lockstep.agreement import check_alike, raise_together, together
-        if config.compile == "graphs":
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 from lockstep.config import Cadence, RunConfig
 from lockstep.data.loader import StepBatch
 from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError
@@ -142,16 +142,11 @@ class Trainer:
         What does not fit in memory is taken again in pieces of half the size.
         """
         run, config = self.run, self.run.config
-<<<<<<< HEAD
-        talks = run.task.gathers or config.sync_batch_norm or config.parallel == "fsdp"
-        is_alone = run.world.size == 1 or not talks
-        if config.compile == "graphs":
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-=======
         # A loss that compares samples would be another one for half of them.
         gathers = run.task.gathers and (run.world.size > 1 or not config.exact)
         talks = run.world.size > 1 and (config.sync_batch_norm or config.parallel == "fsdp")
->>>>>>> main
+        if config.compile == "graphs":
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         try:
             report = train_step(
                 run.task.loss,
