@@ -136,3 +136,18 @@ def test_who_looks_on_at_a_step_is_not_passed_over() -> None:
 
 def test_what_is_compiled_is_compiled() -> None:
     assert run(COMPILED) == {"six": 6.0, "real": True}
+
+
+FORKED = """
+import json, sys
+import torch
+import lockstep.launch.warm
+before = len(sys.modules)
+torch.use_deterministic_algorithms(True)
+print(json.dumps({"imported": len(sys.modules) - before}), flush=True)
+"""
+
+
+def test_ranks_are_forked_where_what_exact_mode_asks_for_is_there() -> None:
+    """A rank that goes on after a kill would import it first, for a second."""
+    assert run(FORKED) == {"imported": 0}

@@ -150,7 +150,8 @@ def run_ranks(
 @functools.cache
 def _warm_up() -> None:
     """Import here what every forked rank would otherwise import for itself."""
-    importlib.import_module("lockstep.trainer")
+    for name in ("lockstep.trainer", "torch._dynamo"):  # the latter for exact mode
+        importlib.import_module(name)
 
 
 def _be_rank(

@@ -7,6 +7,7 @@ GPU: a fork carries neither over.
 import atexit
 import os
 
+import torch._dynamo  # exact mode asks for it: better here, once, than in every rank that goes on
 import torch.utils.data  # noqa: F401
 
 import lockstep.trainer  # noqa: F401
