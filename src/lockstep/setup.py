@@ -303,7 +303,13 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         together(world, lambda: run.restore(checkpoint))
         together(world, lambda: _settle(store, checkpoint, world))
     if config.compile:
-        task.compile(model, {"triton.cudagraphs": config.compile == "graphs"})
+        from torch._inductor import config as compiler
+
+        compiler.triton.cudagraphs = config.compile == "graphs"
+        task.compile(model)
+        # After a step, what it left in the memory of its graphs may be written over.
+        new_step = torch.compiler.cudagraph_mark_step_begin
+        optimizer.register_step_post_hook(lambda *_: new_step())  # type: ignore[no-untyped-call]
     if config.exact:
         run.leaf_sum = LeafSum(model, world, task.gathers)
     run.numerics = fingerprint(world.device)

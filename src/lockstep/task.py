@@ -145,12 +145,9 @@ class Task:
         trained = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=lr, fused=all(p.is_cuda for p in trained))
 
-    def compile(self, model: nn.Module, options: Mapping[str, Any]) -> None:
-        """Compile `model` in place, with the compiler's `options`.
-
-        A stack of equal blocks compiles faster block by block.
-        """
-        model.compile(options=dict(options))
+    def compile(self, model: nn.Module) -> None:
+        """Compile `model` in place; a stack of equal blocks compiles faster block by block."""
+        model.compile()
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
         """Return what `parallel=fsdp` gathers as one: by default what is in a list of modules.

@@ -14,8 +14,6 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from lockstep.agreement import check_alike, raise_together, together
 from lockstep.config import Cadence, RunConfig
 from lockstep.data.loader import StepBatch
@@ -145,8 +143,6 @@ class Trainer:
         # A loss that compares samples would be another one for half of them.
         gathers = run.task.gathers and (run.world.size > 1 or not config.exact)
         talks = run.world.size > 1 and (config.sync_batch_norm or config.parallel == "fsdp")
-        if config.compile == "graphs":
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         try:
             report = train_step(
                 run.task.loss,

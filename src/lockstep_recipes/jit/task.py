@@ -239,12 +239,12 @@ class JiTTask(Task):
             fused=all(p.is_cuda for p in trained),
         )
 
-    def compile(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+    def compile(self, model: nn.Module) -> None:
         """Compile one block, which the others reuse, and both ends; own kernels where they fit."""
         from lockstep_recipes.jit import fused  # triton, where there is one: not at start
 
         assert isinstance(model, JiT)
-        options = {**compiler_options(), **options}
+        options = compiler_options()
         for block in model.blocks:
             assert isinstance(block, Block)
             block.fused = fused.forward if fused.fits(block) else None
