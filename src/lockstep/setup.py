@@ -307,8 +307,10 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
 
         compiler.triton.cudagraphs = config.compile == "graphs"
         task.compile(model)
-        # After a step, what it left in the memory of its graphs may be written over.
+        # What a step leaves in the memory of its graphs may be written over from the next one on,
+        # and not before: gradients of several micro-batches lie there.
         new_step = torch.compiler.cudagraph_mark_step_begin
+        new_step()  # type: ignore[no-untyped-call]
         optimizer.register_step_post_hook(lambda *_: new_step())  # type: ignore[no-untyped-call]
     if config.exact:
         run.leaf_sum = LeafSum(model, world, task.gathers)
