@@ -1,6 +1,6 @@
 """How near each recipe's step is to what one GPU can do, on data made on the spot.
 
-    python benchmarks/recipes_step.py OUT [--only jit-256 ctclip] [--tiny]
+    python benchmarks/recipes_step.py OUT [--only jit-256 ctclip] [--compile graphs] [--tiny]
 
 Runs `lockstep bench step` over every recipe at a size that a GPU is bought for, prints one table
 and writes all numbers to OUT/recipes_step.json, of each recipe to OUT/NAME.json. Nothing is
@@ -191,12 +191,16 @@ CASES = (
 # --- Measuring -------------------------------------------------------------------------------
 
 
-def measure(case: Case, folder: Path, steps: int, tiny: bool) -> dict[str, Any] | None:
+def measure(
+    case: Case, folder: Path, steps: int, tiny: bool, compiled: str | None = None
+) -> dict[str, Any] | None:
     """Run `lockstep bench step` over a recipe; None if it failed, which it has then said."""
     data, report = (folder / "data" / case.recipe).absolute(), folder / f"{case.name}.json"
     data = data if case.recipe == "jit" else data.with_name(case.name)  # sizes of JiT share images
     recipe = [sys.executable, "-m", f"lockstep_recipes.{case.recipe}"]
     words = [*recipe, *map(str, case.words(data, tiny))]
+    if compiled:
+        words.append(f"--set={'lockstep.' * (case.recipe == 'ctclip')}compile={compiled}")
     verb = [sys.executable, "-m", "lockstep.cli.main", "bench", "step", "--steps", str(steps)]
     report.unlink(missing_ok=True)
     found = (str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", ""))
@@ -260,6 +264,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--steps", type=int, help="measured steps of each kind: 8, tiny 4")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, one of each recipe")
+    parser.add_argument("--compile", choices=["true", "graphs"], help="each recipe's setting")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     wanted = args.only or [case.name for case in CASES if case.in_tiny or not args.tiny]
@@ -267,7 +272,8 @@ def main() -> int:
     for case in CASES:
         if case.name in wanted:
             began = time.monotonic()
-            found = measure(case, args.out, args.steps or (4 if args.tiny else 8), args.tiny)
+            steps = args.steps or (4 if args.tiny else 8)
+            found = measure(case, args.out, steps, args.tiny, args.compile)
             print(f"{case.name}: {time.monotonic() - began:.0f} s\n", flush=True)
             rows += [row_of(case, found)] if found else []
             failed += [] if found else [case.name]

@@ -124,7 +124,9 @@ class RunConfig(BaseModel):
     on_non_finite: Literal["stop", "skip", "rewind"] = "stop"
     """A loss or gradient that is no number moves no weight. `stop`: end the run. `skip`: leave
     the step out. `rewind`: go back to the newest checkpoint's weights and leave out all since."""
-    compile: bool = False
+    compile: bool | Literal["graphs"] = False
+    """Compile the model. `graphs`: and have the GPU replay the kernels of a pass as one, where a
+    step waits for the host to name them; batches are to be of one shape."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = Field(default=1800.0, gt=0, le=MAX_TIMEOUT_S)
     log_every: PositiveInt = 10

@@ -304,7 +304,15 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         together(world, lambda: run.restore(checkpoint))
         together(world, lambda: _settle(store, checkpoint, world))
     if config.compile:
+        from torch._inductor import config as compiler
+
+        compiler.triton.cudagraphs = config.compile == "graphs"
         task.compile(model)
+        # What a step leaves in the memory of its graphs may be written over from the next one on,
+        # and not before: gradients of several micro-batches lie there.
+        new_step = torch.compiler.cudagraph_mark_step_begin
+        new_step()  # type: ignore[no-untyped-call]
+        optimizer.register_step_post_hook(lambda *_: new_step())  # type: ignore[no-untyped-call]
     if config.exact:
         run.leaf_sum = LeafSum(model, world, task.gathers)
     run.numerics = fingerprint(world.device)

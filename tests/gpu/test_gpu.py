@@ -167,7 +167,7 @@ PLANS = {"1": [(1, 12)], "2": [(2, 12)], "1 again": [(1, 12)], "2 to 1": [(2, 5)
 """Which numbers of ranks train, and up to which step."""
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("how", ["eager", "compiled", "graphs"])
 @pytest.mark.parametrize("name", TASKS)
 def test_one_hash_for_one_and_two_ranks(name: str, how: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, __file__, name, how, str(tmp_path)], check=True, timeout=280)
@@ -254,5 +254,6 @@ if __name__ == "__main__":
     else:
         for label, stages in PLANS.items():
             for num_ranks, stop in stages:
-                more = {"compile": flag == "compiled", "max_steps": stop}
+                how = {"eager": False, "compiled": True}.get(flag, flag)
+                more = {"compile": how, "max_steps": stop}
                 run_ranks(num_ranks, train_exactly, task, Path(where) / label, more, timeout_s=120)

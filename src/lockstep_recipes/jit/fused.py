@@ -26,28 +26,33 @@ from torch import Tensor
 
 from lockstep_recipes.jit.kernels import (
     HAS_TRITON,
+    attention_kernel,
     column_sum_kernel,
+    keys_backward_kernel,
     norm_backward_kernel,
     norm_finish_kernel,
     norm_kernel,
-    qk_backward_kernel,
     qk_kernel,
+    queries_backward_kernel,
     swiglu_backward_kernel,
     swiglu_kernel,
     wrap_triton,
 )
 
 if TYPE_CHECKING:
-    from lockstep_recipes.jit.model import Attention, Block, SwiGLU
+    from lockstep_recipes.jit.model import Attention, Block
 
 # The best of those tried on an H200 (132 multiprocessors) at B 256, S 288, W 768.
 SWIGLU = 8, 256, 4  # rows, columns, warps
 SWIGLU_BACKWARD = 128, 4, 512, 4  # rows a program, rows at once, columns, warps
 QK = 32, 4  # tokens, warps
-QK_BACKWARD = 256, 16, 4  # tokens a program, tokens at once, warps
+ATTENTION = 64, 32, 4, 3  # queries a program, keys at once, warps, steps under way
+QUERIES_BACKWARD = 64, 32, 4, 3
+KEYS_BACKWARD = 64, 32, 4, 3  # as many a program as of the queries: they share partial sums
 NORM = 8, 256  # tokens a program at most, columns a warp
 NORM_BACKWARD = 40, 256
-COLUMN_SUM = 64, 32  # rows at once, columns
+COLUMN_SUM = 256, 32, 8  # rows at once, columns, warps
+MOST_TOKENS = 512  # with more, attention here was not compared with cuDNN's
 
 
 def operator(function: Any) -> Any:
@@ -79,12 +84,57 @@ def column_sum(partial: Tensor) -> Tensor:
     """Sum (G, P, N) over P."""
     G, P, N = partial.shape
     out = partial.new_empty(G, N)
-    rows, cols = COLUMN_SUM
+    rows, cols, num_warps = COLUMN_SUM
     tiles = cdiv(N, cols)
     wrap_triton(column_sum_kernel)[(G * tiles,)](
-        partial, out, P, N, tiles, ROWS=rows, COLS=cols, num_warps=4
+        partial, out, P, N, tiles, ROWS=rows, COLS=cols, num_warps=num_warps
     )
     return out
+
+
+# --- Weights in low precision -----------------------------------------------------------------
+# Left to autocast, compiled code copies each weight, bias and gradient by itself, and weights
+# again in the backward pass: 200 launches a step.
+
+
+@torch.library.custom_op("lockstep_jit::recast", mutates_args=())
+def recast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Copy tensors to another precision in one pass."""
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+@recast.register_fake
+def _like_recast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+
+
+def _save_recast(ctx: Any, inputs: tuple[list[Tensor], torch.dtype], output: list[Tensor]) -> None:
+    ctx.dtype = inputs[0][0].dtype
+
+
+def _back_recast(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor], None]:
+    return recast(gradients, ctx.dtype), None
+
+
+recast.register_autograd(_back_recast, setup_context=_save_recast)
+
+
+def layers_of(block: "Block") -> tuple[list[Tensor], list[Tensor]]:
+    """Return weights and biases of the block's five layers, as autocast would have them.
+
+    The biases without a gradient: all but the first layer's get theirs another way.
+    """
+    feed, layer = block.mlp, block.attention
+    layers = block.modulation, layer.qkv, layer.out, feed.gate_and_value, feed.out
+    weights = [layer.weight for layer in layers] + [layers[0].bias]
+    biases = [layer.bias.detach() for layer in layers[1:]]
+    device = weights[0].device.type
+    dtype = torch.get_autocast_dtype(device)
+    if torch.is_autocast_enabled(device) and weights[0].dtype != dtype:
+        weights, biases = recast(weights, dtype), recast(biases, dtype)
+    return weights[:5], [weights[5], *biases]
 
 
 # --- SwiGLU -----------------------------------------------------------------------------------
@@ -131,72 +181,76 @@ def _back_swiglu(ctx: Any, dh: Tensor) -> tuple[Tensor, ...]:
 differentiate(swiglu, _back_swiglu, _save_swiglu)
 
 
-# --- Norm and rotation of queries and keys ----------------------------------------------------
+# --- Attention --------------------------------------------------------------------------------
 
 
 @operator
-def qk(
+def attention(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     bias: Tensor, heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return queries, keys and a token for the values, each (B, S, A, D), of qkv (B, S, 3W)."""
-    B, S, W = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-    shape = B, S, heads, W // heads
-    q, k, token = qkv.new_empty(shape), qkv.new_empty(shape), qkv.new_empty(1).expand(shape)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the mixture (B, S, W) of qkv (B, S, 3W), made with `bias`, and what a backward needs.
+
+    That is queries and keys (B, S, W), and the logarithms (B, A, S) of the sums.
+    """
+    B, S, W = qkv.shape[0], int(qkv.shape[1]), qkv.shape[2] // 3
+    out, q, k = (qkv.new_empty(B, S, W) for _ in range(3))
+    lse = qkv.new_empty(B, heads, S, dtype=torch.float32)
     rows, num_warps = QK
     wrap_triton(qk_kernel)[(cdiv(B * S, rows) * heads,)](
         qkv, q_weight, k_weight, cos, sin, q, k, B * S, S,
-        A=heads, D=W // heads, HALF=power_of_2(W // heads // 2), ROWS=rows, num_warps=num_warps,
+        A=heads, D=W // heads, ROWS=rows, num_warps=num_warps,
     )  # fmt: skip
-    return q, k, token
+    launch_attention(attention_kernel, ATTENTION, (B, S, heads, W // heads), q, k, qkv, out, lse)
+    return out, q, k, lse
+
+
+def launch_attention(
+    kernel: Any, sizes: tuple[int, int, int, int], shape: tuple[int, int, int, int], *args: Tensor
+) -> None:
+    """Launch one program for each head and tile of tokens; `shape` is B, S, A, D."""
+    B, S, A, D = shape
+    rows, cols, num_warps, num_stages = sizes
+    wrap_triton(kernel)[(B * A * cdiv(S, rows),)](
+        *args, S=S, A=A, D=D, ROWS=rows, COLS=cols, num_warps=num_warps, num_stages=num_stages
+    )
 
 
 @operator
-def qk_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor,
+def attention_backward(
+    d_out: Tensor, out: Tensor, q: Tensor, k: Tensor, lse: Tensor, qkv: Tensor,
     q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of qkv, of its bias (with 2W more), of both norm weights (2, D)."""
-    B, S, A, D = dq.shape
-    chunk, rows, num_warps = QK_BACKWARD
-    chunks = cdiv(B * S, chunk)
-    dqkv = torch.empty_like(qkv)
-    partial = qkv.new_empty(1, chunks, 5 * A * D, dtype=torch.float32)
-    wrap_triton(qk_backward_kernel)[(chunks * A,)](
-        dq, dk, dv, qkv, q_weight, k_weight, cos, sin, dqkv, partial, B * S, S,
-        dq.stride(0), dq.stride(1), dq.stride(2), dk.stride(0), dk.stride(1), dk.stride(2),
-        dv.stride(0), dv.stride(1), dv.stride(2),
-        A=A, D=D, HALF=power_of_2(D // 2), CHUNK=chunk, ROWS=rows, num_warps=num_warps,
+    B, S, W, A = out.shape[0], int(out.shape[1]), out.shape[2], lse.shape[1]
+    dqkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
+    tiles = B * cdiv(S, QUERIES_BACKWARD[0])
+    partial = qkv.new_empty(1, tiles, 5 * W, dtype=torch.float32)
+    launch_attention(
+        queries_backward_kernel, QUERIES_BACKWARD, (B, S, A, W // A),
+        q, k, qkv, out, d_out, lse, delta, q_weight, cos, sin, dqkv, partial,
+    )  # fmt: skip
+    launch_attention(
+        keys_backward_kernel, KEYS_BACKWARD, (B, S, A, W // A),
+        q, k, qkv, d_out, lse, delta, k_weight, cos, sin, dqkv, partial,
     )  # fmt: skip
     sums = column_sum(partial)
-    return dqkv, sums, column_sum(sums[0, 3 * A * D :].reshape(2, A, D))
+    return dqkv, sums, column_sum(sums[0, 3 * W :].reshape(2, A, W // A))
 
 
-def _save_qk(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:-1])
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output, *inputs[:-1])
 
 
-def _back_qk(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-    qkv, q_weight, k_weight, cos, sin, bias = ctx.saved_tensors
-    dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk, dv))
-    dqkv, sums, dw = qk_backward(dq, dk, dv, qkv, q_weight, k_weight, cos, sin)
+def _back_attention(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    *saved, bias = ctx.saved_tensors
+    dqkv, sums, dw = attention_backward(d_out.contiguous(), *saved)
+    qkv, q_weight, k_weight = saved[4:7]
     dbias = sums[0, : qkv.shape[-1]].to(bias.dtype)
     return dqkv, dw[0].to(q_weight.dtype), dw[1].to(k_weight.dtype), None, None, dbias, None
 
 
-differentiate(qk, _back_qk, _save_qk)
-
-
-class Attach(torch.autograd.Function):
-    """Pass `data` on as it is and send its gradient to `token`."""
-
-    @staticmethod
-    def forward(ctx: Any, data: Tensor, token: Tensor) -> Tensor:
-        return data.view_as(data)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
+differentiate(attention, _back_attention, _save_attention)
 
 
 # --- Gated add, norm, modulation --------------------------------------------------------------
@@ -378,30 +432,34 @@ def fits(block: "Block") -> bool:
 
 def forward(block: "Block", x: Tensor, condition: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Compute `block(x, condition, cos, sin)`."""
-    shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = block.modulation(condition).chunk(6, 1)
-    x = x.contiguous()
+    layer, feed, x = block.attention, block.mlp, x.contiguous()
+    weights, biases = layers_of(block)
+    modulation = F.linear(condition, weights[0], biases[0])
+    shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.chunk(6, 1)
+
     normed, _, skip = norm(x, block.attention_norm.weight, shift_a, scale_a)
-    mixed, bias = attend(block.attention, normed, cos, sin), block.attention.out.bias
+    mixed = mix(layer, F.linear(normed, weights[1], biases[1]), cos, sin)
+    mixed = F.linear(mixed, weights[2], biases[2])
     x, normed, _ = gated_norm(
-        x.detach(), skip, mixed, gate_a, bias, block.mlp_norm.weight, shift_m, scale_m
+        x.detach(), skip, mixed, gate_a, layer.out.bias, block.mlp_norm.weight, shift_m, scale_m
     )
-    updated: Tensor = gated_add(x, feed(block.mlp, normed), gate_m, block.mlp.out.bias)
+    hidden = F.linear(normed, weights[3], biases[3])
+    hidden = swiglu(hidden, feed.gate_and_value.bias)
+    fed = F.linear(hidden, weights[4], biases[4])
+    updated: Tensor = gated_add(x, fed, gate_m, feed.out.bias)
     return updated
 
 
-def attend(layer: "Attention", x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Mix the tokens (B, S, W); the bias of `out` gets its gradient from the gated add."""
-    bias, heads = layer.qkv.bias, layer.heads
-    qkv = F.linear(x, layer.qkv.weight, bias.detach())
-    q, k, token = qk(qkv, layer.q_norm.weight, layer.k_norm.weight, cos, sin, bias, heads)
-    values = qkv.detach().unflatten(2, (3, heads, -1))[:, :, 2]
-    v = Attach.apply(values, token)
-    mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    return F.linear(mixed.transpose(1, 2).flatten(2), layer.out.weight, layer.out.bias.detach())
+def mix(layer: "Attention", qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Mix the values (B, S, W) of qkv (B, S, 3W), which was made with the layer's bias, detached.
 
-
-def feed(layer: "SwiGLU", x: Tensor) -> Tensor:
-    """Transform each token (B, S, W) by itself; `out`'s bias as in `attend`."""
-    bias = layer.gate_and_value.bias
-    hidden = swiglu(F.linear(x, layer.gate_and_value.weight, bias.detach()), bias)
-    return F.linear(hidden, layer.out.weight, layer.out.bias.detach())
+    Few tokens in low precision are mixed here, others as the layer does.
+    """
+    bias, D = layer.qkv.bias, qkv.shape[2] // 3 // layer.heads
+    is_low = qkv.dtype in (torch.bfloat16, torch.float16)
+    if not is_low or qkv.shape[1] > MOST_TOKENS or D not in (16, 32, 64, 128):
+        nothing = (bias - bias.detach()).to(qkv.dtype)  # but the way to the bias's gradient
+        return layer.mix(qkv + nothing, cos, sin)
+    q_weight, k_weight = layer.q_norm.weight, layer.k_norm.weight
+    mixed, *_ = attention(qkv, q_weight, k_weight, cos, sin, bias, layer.heads)
+    return mixed

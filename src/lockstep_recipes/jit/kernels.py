@@ -31,6 +31,7 @@ except ImportError:  # installs for the CPU lack it; then nothing here is ever c
     tl = SimpleNamespace(constexpr=float)
 
 EPS = tl.constexpr(1e-6)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def wrap_triton(kernel: Any) -> Any:
@@ -146,87 +147,181 @@ def turn_back(lo, hi, d_lo, d_hi, w_lo, w_hi, cos, sin, D: tl.constexpr):
 @triton.jit
 def qk_kernel(
     qkv, q_weight, k_weight, cos, sin, q, k, T, S,
-    A: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Queries and keys of one head and ROWS tokens; reads 2 U, writes 2."""
     pid = tl.program_id(0)
     token = (pid // A) * ROWS + tl.arange(0, ROWS)[:, None]
-    j = tl.arange(0, HALF)[None, :]
-    fits = j < D // 2
-    inside = (token < T) & fits
+    j = tl.arange(0, D // 2)[None, :]
+    inside = token < T
     c = tl.load(cos + (token % S) * (D // 2) + j, mask=inside, other=0.0)
     s = tl.load(sin + (token % S) * (D // 2) + j, mask=inside, other=0.0)
     at = token.to(tl.int64) * (3 * A * D) + (pid % A) * D + j
     to = token.to(tl.int64) * (A * D) + (pid % A) * D + j
     q_lo, q_hi = load_halves(qkv, at, inside, D)
     k_lo, k_hi = load_halves(qkv, at + A * D, inside, D)
-    w_lo, w_hi = load_halves(q_weight, j, fits, D)
+    w_lo, w_hi = load_halves(q_weight, j, j < D, D)
     lo, hi = turn(q_lo, q_hi, w_lo, w_hi, c, s, D)
     store_halves(q, to, lo, hi, inside, D)
-    w_lo, w_hi = load_halves(k_weight, j, fits, D)
+    w_lo, w_hi = load_halves(k_weight, j, j < D, D)
     lo, hi = turn(k_lo, k_hi, w_lo, w_hi, c, s, D)
     store_halves(k, to, lo, hi, inside, D)
 
 
+# --- Attention --------------------------------------------------------------------------------
+# A program has ROWS tokens of one head and goes through all of the head's, COLS at a time. So
+# backward the scores are made twice, for sums over keys and for sums over queries: one program
+# for both would need atomics, or more registers than there are. Scores are in base 2.
+
+
 @triton.jit
-def qk_backward_kernel(
-    dq, dk, dv, qkv, q_weight, k_weight, cos, sin, dqkv, partial, T, S,
-    q_b, q_s, q_a, k_b, k_s, k_a, v_b, v_s, v_a,
-    A: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Packed gradient of one head and CHUNK tokens; reads 5 U, writes 3.
-
-    A row of `partial` is 5 W wide: the bias of q, k and v, then the norm weights of q
-    and of k, still head by head. Gradients come in whatever layout attention gives them.
-    """
+def place_of(S: tl.constexpr, A: tl.constexpr, ROWS: tl.constexpr):
+    """Return this program's image, head and first token."""
+    tiles: tl.constexpr = (S + ROWS - 1) // ROWS
     pid = tl.program_id(0)
-    head = pid % A
-    chunk = pid // A
-    j = tl.arange(0, HALF)[None, :]
-    fits = j < D // 2
-    qw_lo, qw_hi = load_halves(q_weight, j, fits, D)
-    kw_lo, kw_hi = load_halves(k_weight, j, fits, D)
-    zero = tl.zeros([ROWS, HALF], tl.float32)
-    bq_lo, bq_hi, bk_lo, bk_hi, bv_lo, bv_hi = zero, zero, zero, zero, zero, zero
-    wq_lo, wq_hi, wk_lo, wk_hi = zero, zero, zero, zero
-    for first in range(0, CHUNK, ROWS):
-        token = chunk * CHUNK + first + tl.arange(0, ROWS)[:, None]
-        inside = (token < T) & fits
-        image = (token // S).to(tl.int64)
-        place = token % S
-        at = token.to(tl.int64) * (3 * A * D) + head * D + j
-        c = tl.load(cos + place * (D // 2) + j, mask=inside, other=0.0)
-        s = tl.load(sin + place * (D // 2) + j, mask=inside, other=0.0)
-        dq_lo, dq_hi = load_halves(dq, image * q_b + place * q_s + head * q_a + j, inside, D)
-        q_lo, q_hi = load_halves(qkv, at, inside, D)
-        dk_lo, dk_hi = load_halves(dk, image * k_b + place * k_s + head * k_a + j, inside, D)
-        k_lo, k_hi = load_halves(qkv, at + A * D, inside, D)
-        dv_lo, dv_hi = load_halves(dv, image * v_b + place * v_s + head * v_a + j, inside, D)
+    return (pid // tiles // A).to(tl.int64), pid // tiles % A, pid % tiles * ROWS
 
-        lo, hi, w_lo, w_hi = turn_back(q_lo, q_hi, dq_lo, dq_hi, qw_lo, qw_hi, c, s, D)
-        store_halves(dqkv, at, lo, hi, inside, D)
-        bq_lo += lo
-        bq_hi += hi
-        wq_lo += w_lo
-        wq_hi += w_hi
-        lo, hi, w_lo, w_hi = turn_back(k_lo, k_hi, dk_lo, dk_hi, kw_lo, kw_hi, c, s, D)
-        store_halves(dqkv, at + A * D, lo, hi, inside, D)
-        bk_lo += lo
-        bk_hi += hi
-        wk_lo += w_lo
-        wk_hi += w_hi
-        store_halves(dqkv, at + 2 * A * D, dv_lo, dv_hi, inside, D)
-        bv_lo += dv_lo
-        bv_hi += dv_hi
-    i = tl.arange(0, HALF)
-    to = chunk.to(tl.int64) * (5 * A * D) + head * D + i
-    fits = i < D // 2
-    store_halves(partial, to, tl.sum(bq_lo, 0), tl.sum(bq_hi, 0), fits, D)
-    store_halves(partial, to + A * D, tl.sum(bk_lo, 0), tl.sum(bk_hi, 0), fits, D)
-    store_halves(partial, to + 2 * A * D, tl.sum(bv_lo, 0), tl.sum(bv_hi, 0), fits, D)
-    store_halves(partial, to + 3 * A * D, tl.sum(wq_lo, 0), tl.sum(wq_hi, 0), fits, D)
-    store_halves(partial, to + 4 * A * D, tl.sum(wk_lo, 0), tl.sum(wk_hi, 0), fits, D)
+
+@triton.jit
+def load_rows(of, first, stride, S: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """Load ROWS tokens (ROWS, D) of the head whose first one `of` points at; then zeros."""
+    row = first + tl.arange(0, ROWS)[:, None]
+    return tl.load(of + row * stride + tl.arange(0, D)[None, :], mask=row < S, other=0.0)
+
+
+@triton.jit
+def attention_kernel(
+    q, k, qkv, out, lse,
+    S: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The mixture for ROWS queries, and logarithms (B, A, S) of its sums; reads 3 U, writes 1."""
+    image, head, first = place_of(S, A, ROWS)
+    of = image * S * (A * D) + head * D
+    v = qkv + image * S * (3 * A * D) + (2 * A + head) * D
+    queries = load_rows(q + of, first, A * D, S, D, ROWS)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, D], tl.float32)
+    for at in range(0, S, COLS):
+        keys = load_rows(k + of, at, A * D, S, D, COLS)
+        score = tl.dot(queries, tl.trans(keys)) * (LOG2_E / D**0.5)
+        if S % COLS > 0:
+            score = tl.where(at + tl.arange(0, COLS)[None, :] < S, score, float("-inf"))
+        higher = tl.maximum(best, tl.max(score, 1))
+        p = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(best - higher)
+        values = load_rows(v, at, 3 * A * D, S, D, COLS)
+        mixed = tl.dot(p.to(values.dtype), values, mixed * shrink[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        best = higher
+    row = first + tl.arange(0, ROWS)
+    tl.store(lse + (image * A + head) * S + row, best + tl.log2(total), mask=row < S)
+    mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
+    to = out + of + row[:, None] * (A * D) + tl.arange(0, D)[None, :]
+    tl.store(to, mixed, mask=row[:, None] < S)
+
+
+@triton.jit
+def store_turned_back(
+    d, qkv, cos, sin, weight, dqkv, bias_sum, weight_sum, first,
+    S: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Undo rotation and norm for the gradient (ROWS, D) of queries or keys; store it, and sums."""
+    row = first + tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, D // 2)
+    d_lo, d_hi = tl.split(tl.permute(tl.reshape(d, [ROWS, 2, D // 2]), [0, 2, 1]))
+    lo, hi = load_halves(qkv, row * (3 * A * D) + j[None, :], row < S, D)
+    w_lo, w_hi = load_halves(weight, j[None, :], j[None, :] < D, D)
+    c = tl.load(cos + row * (D // 2) + j[None, :], mask=row < S, other=0.0)
+    s = tl.load(sin + row * (D // 2) + j[None, :], mask=row < S, other=0.0)
+    lo, hi, w_lo, w_hi = turn_back(lo, hi, d_lo, d_hi, w_lo, w_hi, c, s, D)
+    store_halves(dqkv, row * (3 * A * D) + j[None, :], lo, hi, row < S, D)
+    store_halves(bias_sum, j, tl.sum(lo, 0), tl.sum(hi, 0), j < D, D)
+    store_halves(weight_sum, j, tl.sum(w_lo, 0), tl.sum(w_hi, 0), j < D, D)
+
+
+@triton.jit
+def queries_backward_kernel(
+    q, k, qkv, out, d_out, lse, delta, q_weight, cos, sin, dqkv, partial,
+    S: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Gradient of ROWS queries; reads 6 U, writes 1. Leaves d_out * out, summed, for the keys.
+
+    A row of `partial`, one for each tile, is 5 W wide: the bias of q, k and v, then the norm
+    weights of q and of k, still head by head.
+    """
+    image, head, first = place_of(S, A, ROWS)
+    of = image * S * (A * D) + head * D
+    packed = image * S * (3 * A * D) + head * D
+    v = qkv + packed + 2 * A * D
+    row = first + tl.arange(0, ROWS)
+    at_sums = (image * A + head) * S + row
+    queries = load_rows(q + of, first, A * D, S, D, ROWS)
+    grad = load_rows(d_out + of, first, A * D, S, D, ROWS)
+    result = load_rows(out + of, first, A * D, S, D, ROWS)
+    sums = tl.load(lse + at_sums, mask=row < S, other=float("inf"))
+    along = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
+    tl.store(delta + at_sums, along, mask=row < S)
+    dq = tl.zeros([ROWS, D], tl.float32)
+    for at in range(0, S, COLS):
+        keys = load_rows(k + of, at, A * D, S, D, COLS)
+        values = load_rows(v, at, 3 * A * D, S, D, COLS)
+        score = tl.dot(queries, tl.trans(keys)) * (LOG2_E / D**0.5)
+        dp = tl.dot(grad, tl.trans(values))
+        p = tl.exp2(score - sums[:, None])
+        if S % COLS > 0:
+            p = tl.where(at + tl.arange(0, COLS)[None, :] < S, p, 0.0)
+        dq = tl.dot((p * (dp - along[:, None])).to(keys.dtype), keys, dq)
+    tiles: tl.constexpr = (S + ROWS - 1) // ROWS
+    partial += (image * tiles + first // ROWS) * (5 * A * D) + head * D
+    store_turned_back(
+        dq / D**0.5, qkv + packed, cos, sin, q_weight, dqkv + packed, partial,
+        partial + 3 * A * D, first, S, A, D, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def keys_backward_kernel(
+    q, k, qkv, d_out, lse, delta, k_weight, cos, sin, dqkv, partial,
+    S: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of ROWS keys and values; reads 5 U, writes 2."""
+    image, head, first = place_of(S, A, ROWS)
+    of = image * S * (A * D) + head * D
+    packed = image * S * (3 * A * D) + (A + head) * D
+    lse += (image * A + head) * S
+    delta += (image * A + head) * S
+    keys = load_rows(k + of, first, A * D, S, D, ROWS)
+    values = load_rows(qkv + packed + A * D, first, 3 * A * D, S, D, ROWS)
+    dk = tl.zeros([ROWS, D], tl.float32)
+    dv = tl.zeros([ROWS, D], tl.float32)
+    col = tl.arange(0, COLS)  # of the queries, whose numbers are loaded a step ahead
+    next_sums = tl.load(lse + col, mask=col < S, other=float("inf"))
+    next_along = tl.load(delta + col, mask=col < S, other=0.0)
+    for at in range(0, S, COLS):
+        sums, along = next_sums, next_along
+        col = at + COLS + tl.arange(0, COLS)
+        next_sums = tl.load(lse + col, mask=col < S, other=float("inf"))  # no power is left of it
+        next_along = tl.load(delta + col, mask=col < S, other=0.0)
+        queries = load_rows(q + of, at, A * D, S, D, COLS)
+        grad = load_rows(d_out + of, at, A * D, S, D, COLS)
+        score = tl.dot(keys, tl.trans(queries)) * (LOG2_E / D**0.5)
+        dp = tl.dot(values, tl.trans(grad))
+        p = tl.exp2(score - sums[None, :])
+        dv = tl.dot(p.to(grad.dtype), grad, dv)
+        dk = tl.dot((p * (dp - along[None, :])).to(queries.dtype), queries, dk)
+    row = first + tl.arange(0, ROWS)[:, None]
+    dk = tl.where(row < S, dk / D**0.5, 0.0)
+    dv = tl.where(row < S, dv, 0.0)
+    tiles: tl.constexpr = (S + ROWS - 1) // ROWS
+    partial += (image * tiles + first // ROWS) * (5 * A * D) + (A + head) * D
+    to = dqkv + packed + A * D + row * (3 * A * D) + tl.arange(0, D)[None, :]
+    tl.store(to, dv.to(dqkv.dtype.element_ty), mask=row < S)
+    tl.store(partial + A * D + tl.arange(0, D), tl.sum(dv, 0))
+    store_turned_back(
+        dk, qkv + packed, cos, sin, k_weight, dqkv + packed, partial, partial + 3 * A * D,
+        first, S, A, D, ROWS,
+    )  # fmt: skip
 
 
 # --- Gated add, norm, modulation --------------------------------------------------------------

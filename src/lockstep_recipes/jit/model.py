@@ -215,14 +215,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix the tokens (B, S, W)."""
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).unbind(2)  # (B, S, A, D) each
+        out: Tensor = self.dropout(self.out(self.mix(self.qkv(x), cos, sin)))
+        return out
+
+    def mix(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Mix the values (B, S, W) of queries, keys and values (B, S, 3W)."""
+        q, k, v = qkv.unflatten(2, (3, self.heads, -1)).unbind(2)  # (B, S, A, D) each
         q = rotate(self.q_norm(q), cos, sin).to(v.dtype)
         k = rotate(self.k_norm(k), cos, sin).to(v.dtype)
         mixed = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         )
-        out: Tensor = self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
-        return out
+        return mixed.transpose(1, 2).flatten(2)
 
 
 class SwiGLU(nn.Module):

@@ -199,5 +199,5 @@ def test_the_faulty_reduction_is_off_only_where_torch_has_it(
 
 
 if __name__ == "__main__":
-    for sizes in [(192, 3, 13, 2), (80, 1, 43, 1)]:
+    for sizes in [(192, 3, 13, 2), (80, 1, 43, 1), (64, 1, 290, 1)]:
         compare(*sizes)
