@@ -461,5 +461,5 @@ def mix(layer: "Attention", qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         nothing = (bias - bias.detach()).to(qkv.dtype)  # but the way to the bias's gradient
         return layer.mix(qkv + nothing, cos, sin)
     q_weight, k_weight = layer.q_norm.weight, layer.k_norm.weight
-    mixed, *_ = attention(qkv, q_weight, k_weight, cos, sin, bias, layer.heads)
+    mixed: Tensor = attention(qkv, q_weight, k_weight, cos, sin, bias, layer.heads)[0]
     return mixed

@@ -220,7 +220,7 @@ class Attention(nn.Module):
 
     def mix(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix the values (B, S, W) of queries, keys and values (B, S, 3W)."""
-        q, k, v = qkv.unflatten(2, (3, self.heads, -1)).unbind(2)  # (B, S, A, D) each
+        q, k, v = qkv.view(*qkv.shape[:2], 3, self.heads, -1).unbind(2)  # (B, S, A, D) each
         q = rotate(self.q_norm(q), cos, sin).to(v.dtype)
         k = rotate(self.k_norm(k), cos, sin).to(v.dtype)
         mixed = F.scaled_dot_product_attention(
