@@ -345,6 +345,10 @@ def test_a_step_says_how_near_it_is() -> None:
         (replace(FOUND, work=Work.of([RANK | {"busy_s": None}], 0.1)), "copies 33 %"),
         (
             replace(FOUND, facts=FOUND.facts | {"compile": True}),
+            "the host is the limit: compile: graphs, larger micro-batches",
+        ),
+        (
+            replace(FOUND, facts=FOUND.facts | {"compile": "graphs"}),
             "the host is the limit: larger micro-batches",
         ),
     ],

@@ -270,7 +270,7 @@ def work_lines(found: Measured, work: Work) -> list[str]:
         rows.append(("GPU busy", f"{100 * work.busy:.0f} %", f"kernels: {_percent(work.kinds)}"))
     lines = [f"  {name:<18}{number:>14}   {remark}" for name, number, remark in rows]
     if is_host_bound(found, work):
-        also = "" if found.facts["compile"] else "compile: true, "
+        also = {False: "compile: true, ", True: "compile: graphs, "}.get(found.facts["compile"], "")
         lines.append(f"  the host is the limit: {also}larger micro-batches")
     return lines
 

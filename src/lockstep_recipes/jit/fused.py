@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lockstep_recipes.jit.kernels import (
     HAS_TRITON,
@@ -251,6 +252,21 @@ def _back_attention(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None,
 
 
 differentiate(attention, _back_attention, _save_attention)
+
+
+def _operations(qkv: tuple[int, int, int], *_: Any, **__: Any) -> int:
+    B, S, W3 = qkv
+    return 4 * B * S * S * W3 // 3
+
+
+def _operations_backward(d_out: tuple[int, int, int], *_: Any, **__: Any) -> int:
+    B, S, W = d_out
+    return 10 * B * S * S * W  # as torch counts it: the scores are made anew once
+
+
+if HAS_TRITON:
+    register_flop_formula(torch.ops.lockstep_jit.attention)(_operations)
+    register_flop_formula(torch.ops.lockstep_jit.attention_backward)(_operations_backward)
 
 
 # --- Gated add, norm, modulation --------------------------------------------------------------
