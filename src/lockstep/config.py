@@ -141,6 +141,8 @@ class RunConfig(BaseModel):
         self.gradients.raise_if_unfit(self.exact, self.parallel)
         if self.exact and self.parallel == "fsdp":
             raise ValueError("exact adds whole gradients, fsdp cuts them: set parallel to ddp")
+        if self.compile == "graphs" and self.parallel == "fsdp":
+            raise ValueError("graphs replay fixed places, fsdp gathers anew: set compile to true")
         if self.exact and self.sync_batch_norm:
             raise ValueError(
                 "exact normalises a micro-batch, sync_batch_norm all: set one of the two to false"

@@ -297,9 +297,19 @@ class TimeEmbedding(nn.Module):
         return embedding
 
 
+def go_through(
+    blocks: list[nn.Module], x: Tensor, condition: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Update the tokens by some blocks."""
+    for block in blocks:
+        x = block(x, condition, cos, sin)
+    return x
+
+
 class JiT(nn.Module):
     """The network. The class number `null_class` stands for "no class"."""
 
+    through = staticmethod(go_through)
     positions: Tensor
     cos: Tensor
     sin: Tensor
@@ -352,14 +362,14 @@ class JiT(nn.Module):
     def forward(self, image: Tensor, t: Tensor, label: Tensor) -> Tensor:
         """Predict (B, 3, H, H) from noisy images (B, 3, H, H), times (B,) and classes (B,)."""
         x, condition, class_embedding = self.embed(image, t, label)
+        blocks, enter = list(self.blocks), self.variant.class_tokens_enter
         num_class_tokens = self.variant.class_tokens
         cos, sin = self.cos[num_class_tokens:], self.sin[num_class_tokens:]
-        for index, block in enumerate(self.blocks):
-            if index == self.variant.class_tokens_enter:
-                class_tokens = class_embedding[:, None] + self.class_positions  # (B, K, W)
-                x = torch.cat([class_tokens.to(x.dtype), x], dim=1)
-                cos, sin = self.cos, self.sin
-            x = block(x, condition, cos, sin)
+        x = self.through(blocks[:enter], x, condition, cos, sin)
+        class_tokens = class_embedding[:, None] + self.class_positions  # (B, K, W)
+        x = torch.cat([class_tokens.to(x.dtype), x], dim=1)
+        for first in range(enter, len(blocks), enter):  # as many at a time: compiled once
+            x = self.through(blocks[first : first + enter], x, condition, self.cos, self.sin)
         return self.read_out(x, condition)
 
     def embed(self, image: Tensor, t: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:

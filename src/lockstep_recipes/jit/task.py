@@ -240,7 +240,12 @@ class JiTTask(Task):
         )
 
     def compile(self, model: nn.Module) -> None:
-        """Compile one block, which the others reuse, and both ends; own kernels where they fit."""
+        """Compile one block, which the others reuse, and both ends; own kernels where they fit.
+
+        Where graphs are replayed, some blocks at a time: each replay has its price.
+        """
+        from torch._inductor import config as compiler
+
         from lockstep_recipes.jit import fused  # triton, where there is one: not at start
 
         assert isinstance(model, JiT)
@@ -248,7 +253,10 @@ class JiTTask(Task):
         for block in model.blocks:
             assert isinstance(block, Block)
             block.fused = fused.forward if fused.fits(block) else None
-            block.compile(options=options)
+            if not compiler.triton.cudagraphs:
+                block.compile(options=options)
+        if compiler.triton.cudagraphs:
+            model.through = torch.compile(model.through, options=options)
         model.embed = torch.compile(model.embed, options=options)  # type: ignore[method-assign]
         model.read_out = torch.compile(  # type: ignore[method-assign]
             model.read_out, options=options

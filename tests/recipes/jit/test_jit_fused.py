@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as compiler
 
 from lockstep_recipes.jit import fused
 from lockstep_recipes.jit.model import VARIANTS, Block, JiT, build_jit, modulate
@@ -171,6 +172,38 @@ def test_in_float32_the_parts_are_the_whole_bit_for_bit(make_mini: Callable[...,
     model = make_mini(random=True)
     inputs = torch.randn(3, 3, 8, 8), torch.rand(3), torch.tensor([0, 1, 4])
     assert torch.equal(model(*inputs), whole(model, *inputs))
+
+
+def test_blocks_are_gone_through_in_order_and_some_at_a_time(
+    make_mini: Callable[..., JiT], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = make_mini(random=True), []
+
+    def through(blocks: list[torch.nn.Module], *words: Tensor) -> Tensor:
+        seen.append(blocks)
+        return JiT.through(blocks, *words)
+
+    inputs = torch.randn(3, 3, 8, 8), torch.rand(3), torch.tensor([0, 1, 4])
+    wanted = model(*inputs)
+    monkeypatch.setattr(model, "through", through, raising=False)
+    assert torch.equal(model(*inputs), wanted)
+    assert [block for some in seen for block in some] == list(model.blocks)
+    assert max(map(len, seen)) == model.variant.class_tokens_enter
+
+
+def test_graphs_are_of_some_blocks_and_the_rest_of_one(
+    make_task: Callable[..., JiTTask], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda what, **_: compiled.append(what) or what)
+    monkeypatch.setattr(Block, "compile", lambda self, **_: compiled.append(self))
+    for is_on in (True, False):
+        model = make_task().build_model()
+        with compiler.patch({"triton.cudagraphs": is_on}):
+            make_task().compile(model)
+        assert (JiT.through in compiled) is is_on
+        assert sum(isinstance(one, Block) for one in compiled) == (not is_on) * len(model.blocks)
+        compiled.clear()
 
 
 def test_under_autocast_the_residual_stream_is_in_low_precision(
