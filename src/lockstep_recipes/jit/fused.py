@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls
 """A JiT block computed with kernels of our own between its matrix products (`kernels.py`).
 
-Owns: the kernels as torch operators with gradients, their launches and sizes; `forward`,
-which computes what a block does with them. Does not own: the block, whose plain code
+Owns: the kernels as torch operators with gradients, their launches and sizes; `go_through`,
+which computes what blocks do with them. Does not own: the block, whose plain code
 (`model.py`) is the definition; which blocks are computed so (`task.py`).
 
 Sizes of programs are constants, never tuned by timing: they set the order of sums, so two
@@ -18,6 +18,7 @@ Two ways of speaking to autograd that spare passes over memory:
 Shapes: B images, S tokens, W width, A heads, D width of a head, H hidden width.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -351,8 +352,8 @@ def gated_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return x + gate * branch, its modulated norm, and 1 / root mean square.
 
-    `skip` is the token that takes the gradient of x, which is detached; `bias` is that of
-    the layer which made `branch`.
+    `skip` takes the gradient of x, which is detached: x itself, or a token; `bias` is that of the
+    layer which made `branch`.
     """
     B, S, W = x.shape
     x_new, out = torch.empty_like(x), torch.empty_like(x, dtype=shift.dtype)
@@ -448,21 +449,38 @@ def fits(block: "Block") -> bool:
 
 def forward(block: "Block", x: Tensor, condition: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Compute `block(x, condition, cos, sin)`."""
-    layer, feed, x = block.attention, block.mlp, x.contiguous()
-    weights, biases = layers_of(block)
-    modulation = F.linear(condition, weights[0], biases[0])
-    shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.chunk(6, 1)
+    return go_through([block], x, condition, cos, sin)
 
-    normed, _, skip = norm(x, block.attention_norm.weight, shift_a, scale_a)
-    mixed = mix(layer, F.linear(normed, weights[1], biases[1]), cos, sin)
-    mixed = F.linear(mixed, weights[2], biases[2])
-    x, normed, _ = gated_norm(
-        x.detach(), skip, mixed, gate_a, layer.out.bias, block.mlp_norm.weight, shift_m, scale_m
-    )
-    hidden = F.linear(normed, weights[3], biases[3])
-    hidden = swiglu(hidden, feed.gate_and_value.bias)
-    fed = F.linear(hidden, weights[4], biases[4])
-    updated: Tensor = gated_add(x, fed, gate_m, feed.out.bias)
+
+def go_through(
+    blocks: Sequence["Block"], x: Tensor, condition: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Compute what the blocks do, one after the other.
+
+    What a block adds at its end is added where the next one begins, in one pass with its norm.
+    """
+    x, added = x.contiguous(), None
+    for block in blocks:
+        layer, feed = block.attention, block.mlp
+        weights, biases = layers_of(block)
+        modulation = F.linear(condition, weights[0], biases[0])
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.chunk(6, 1)
+        first, second = block.attention_norm.weight, block.mlp_norm.weight
+
+        if added is None:
+            normed, _, skip = norm(x, first, shift_a, scale_a)
+        else:
+            x, normed, _ = gated_norm(x.detach(), x, *added, first, shift_a, scale_a)
+            skip = x
+        mixed = mix(layer, F.linear(normed, weights[1], biases[1]), cos, sin)
+        mixed = F.linear(mixed, weights[2], biases[2])
+        x, normed, _ = gated_norm(
+            x.detach(), skip, mixed, gate_a, layer.out.bias, second, shift_m, scale_m
+        )
+        hidden = F.linear(normed, weights[3], biases[3])
+        hidden = swiglu(hidden, feed.gate_and_value.bias)
+        added = F.linear(hidden, weights[4], biases[4]), gate_m, feed.out.bias
+    updated: Tensor = gated_add(x, *added) if added else x
     return updated
 
 

@@ -256,7 +256,9 @@ class JiTTask(Task):
             if not compiler.triton.cudagraphs:
                 block.compile(options=options)
         if compiler.triton.cudagraphs:
-            model.through = torch.compile(model.through, options=options)
+            all_fit = all(block.fused for block in model.blocks)
+            through: Any = fused.go_through if all_fit else model.through
+            model.through = torch.compile(through, options=options)
         model.embed = torch.compile(model.embed, options=options)  # type: ignore[method-assign]
         model.read_out = torch.compile(  # type: ignore[method-assign]
             model.read_out, options=options

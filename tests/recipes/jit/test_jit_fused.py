@@ -4,6 +4,7 @@ Run as a script, this file interprets the kernels on the CPU and compares them w
 plain block; triton decides at import whether to interpret, hence a process of its own.
 """
 
+import copy
 import importlib.util
 import os
 import subprocess
@@ -83,10 +84,29 @@ def compare(width: int, heads: int, tokens: int, images: int) -> None:
     again = results(block, low, fp16=True)
     assert all(torch.equal(rounded[name], again[name]) for name in rounded)
 
+    chain = [copy.deepcopy(block) for _ in range(3)]
+    for one in chain:
+        one.fused = None
+    plain = chained(chain, JiT.through, inputs)
+    found = chained(chain, fused.go_through, inputs)
+    assert max(((a - b).norm() / b.norm()).item() for a, b in zip(found, plain, strict=True)) < 5e-6
+
     strided = inputs[0].repeat_interleave(2, dim=1)[:, ::2]
     with torch.no_grad():
         y = block(strided, *inputs[1:]).double()
     assert ((y - wanted["y"]).norm() / wanted["y"].norm()).item() < 5e-6
+
+
+def chained(
+    blocks: list[Block], through: Callable[..., Tensor], words: list[Tensor]
+) -> list[Tensor]:
+    """Return what comes out of several blocks, and every gradient."""
+    x, condition, cos, sin = words
+    asked = [x.clone().requires_grad_(), condition.clone().requires_grad_()]
+    asked += [parameter for block in blocks for parameter in block.parameters()]
+    y = through(blocks, *asked[:2], cos, sin)
+    torch.manual_seed(1)
+    return [y, *torch.autograd.grad(y, asked, torch.randn(y.shape))]
 
 
 @pytest.mark.skipif(NO_TRITON, reason="triton, which interprets its kernels here, is not installed")
