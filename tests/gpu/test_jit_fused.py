@@ -108,7 +108,7 @@ def test_a_compiled_block_takes_any_batch_and_needs_no_gradient() -> None:
         assert ((y - wanted["y"]).norm() / wanted["y"].norm()).item() < 2e-5
 
 
-def losses(folder: Path, data: Path, batch: int) -> list[float]:
+def losses(folder: Path, data: Path, batch: int, how: bool | str = True) -> list[float]:
     """Train a small JiT, compiled and in bf16, with an evaluation at the end."""
     torch._dynamo.reset()
     task = JiTTask(
@@ -132,13 +132,13 @@ def losses(folder: Path, data: Path, batch: int) -> list[float]:
         "checkpoint": {"every_steps": 8},
         "sinks": {"curves": False},
         "precision": "bf16",
-        "compile": True,
+        "compile": how,
     }
     fit(task, RunConfig.parse(config))
     return [event["loss"] for event in read_events(folder) if event["event"] == "step"]
 
 
-@pytest.mark.timeout(400)  # two compilations of everything
+@pytest.mark.timeout(400)  # three compilations of everything
 @pytest.mark.parametrize("batch", [24, 64])
 def test_a_compiled_run_loses_as_with_plain_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
@@ -151,5 +151,7 @@ def test_a_compiled_run_loses_as_with_plain_blocks(
     assert len(calls) == 6
     monkeypatch.undo()
     assert fused.forward is forward
-    assert losses(tmp_path / "fused", data, batch) == pytest.approx(plain, rel=0.01)
+    for how in (True, "graphs"):
+        found = losses(tmp_path / f"fused {how}", data, batch, how)
+        assert found == pytest.approx(plain, rel=0.01), how
     assert min(plain) < 0.9 * plain[0]
