@@ -270,6 +270,12 @@ class ProteinTask(Task):
                 "the old settings, or another --save_dir",
             )
 
+    def compile(self, model: nn.Module) -> None:
+        """Compile the layers, for chains of any length: two kinds, which the others reuse."""
+        assert isinstance(model, ProteinNet)
+        for layer in (*model.encoder, *model.decoder):
+            layer.compile(dynamic=True)
+
     # --- loss ---------------------------------------------------------------------------------
 
     def _hide(self, batch: Batch, context: Context) -> Hidden:

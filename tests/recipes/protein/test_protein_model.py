@@ -1,6 +1,8 @@
 """The network: what it must not see, what must not change it, what it is drawn into."""
 
+import copy
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from lockstep_recipes.protein.model import ProteinNet, five_atoms
 from lockstep_recipes.protein.sample import design, walk
 from lockstep_recipes.protein.sample_data import make_chains
 from lockstep_recipes.protein.structure import read_chains, write_pdb
-from lockstep_recipes.protein.task import ProteinConfig
+from lockstep_recipes.protein.task import ProteinConfig, ProteinTask
 
 
 def random_net(**changes: object) -> ProteinNet:
@@ -180,3 +182,23 @@ def test_revealed_residues_stay_and_the_easy_ones_come_first(make_task) -> None:
     for earlier, later in zip(shown[:-1], shown[1:], strict=True):
         if earlier and later:
             assert margins[earlier].min() > margins[later].max()
+
+
+def test_compiled_layers_take_chains_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled as far as what is traced: making kernels of it takes a minute."""
+    trace = partialmethod(torch.nn.Module.compile, backend="eager", fullgraph=True)
+    monkeypatch.setattr(torch.nn.Module, "compile", trace)
+    torch._dynamo.reset()
+    plain = random_net(num_layers=3)
+    net = copy.deepcopy(plain)
+    ProteinTask.compile(ProteinTask(ProteinConfig()), net)
+    graphs = torch._dynamo.utils.counters["stats"]
+    before, counts = graphs["unique_graphs"], []
+    for length in (40, 57, 33):
+        some = chains_of(make_chains(3, min_length=length, max_length=length))
+        batch = collate([some[index] for index in range(3)])
+        for one, other in zip(net(*inputs(batch, net)), plain(*inputs(batch, net)), strict=True):
+            assert torch.equal(one, other)
+        counts.append(graphs["unique_graphs"] - before)
+    assert counts == [counts[0]] * 3, "another length is no other graph"
+    assert counts[0] <= 3, "the first layer, the encoder's others, the decoder's"
