@@ -39,12 +39,14 @@ def test_losses_and_pace_stand_side_by_side_and_other_metrics_between_them(tmp_p
 def test_many_metrics_get_panels_by_the_words_they_share_and_no_panel_too_many_lines() -> None:
     names = [f"held-out {ema}iou_{n}" for ema in ("", "ema_") for n in range(4)]
     names += ["held-out recovery", "held-out unigram_recovery", "held-out elbo", "held-out fid"]
+    names += [f"held-out {ema}loss_t_{part}" for ema in ("", "ema_") for part in ("low", "high")]
     groups = [(title, list(drawn)) for title, drawn in _grouped({n: ([], []) for n in names})]
     assert groups == [
         ("Held-out: iou", names[:6]),
         ("Held-out: iou", names[6:8]),
         ("Held-out: recovery", names[8:10]),
-        ("Held-out: others", names[10:]),
+        ("Held-out: others", names[10:12]),
+        ("Held-out: loss_t", names[12:]),
     ]
     assert [title for title, _ in _grouped({n: ([], []) for n in names[:6]})] == [
         "Held-out metrics"

@@ -90,11 +90,14 @@ def _grouped(metrics: dict[str, Series]) -> list[tuple[str, dict[str, Series]]]:
     for name, found in words.items():
         shared = max(reversed(found), key=lambda word: num_names[word])  # of equals, the last
         groups.setdefault(shared if num_names[shared] > 1 else "others", []).append(name)
-    return [
-        (f"Held-out: {word}", {name: metrics[name] for name in names[start : start + MAX_LINES]})
-        for word, names in groups.items()
-        for start in range(0, len(names), MAX_LINES)
-    ]
+    panels = []
+    for word, names in groups.items():
+        first = os.path.commonprefix([words[name] for name in names])
+        title = "_".join(first) if word in first else word
+        for start in range(0, len(names), MAX_LINES):
+            drawn = {name: metrics[name] for name in names[start : start + MAX_LINES]}
+            panels.append((f"Held-out: {title}", drawn))
+    return panels
 
 
 def _base(name: str) -> str:
