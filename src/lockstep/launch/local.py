@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,7 +76,7 @@ def launch(command: LaunchRequest) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     if command.num_nodes > 1:  # restarted workers must not find the addresses of the dead
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    with _as_nobody(), _ignored(heard):
+    with _as_nobody(), _held_back(heard):
         multiprocessing.set_forkserver_preload(preloaded(command.restarts))
         forkserver.ensure_running()  # it imports torch while we do
 
@@ -273,18 +273,20 @@ def _as_nobody() -> Iterator[None]:
 
 
 @contextmanager
-def _ignored(names: Sequence[str]) -> Iterator[None]:
+def _held_back(names: Sequence[str]) -> Iterator[None]:
     """Start processes that do not die of what SLURM, or a closing terminal, sends to everyone.
 
-    Ranks end with the one that forks them; they listen again (`worker.py`), and it leaves with us.
+    Ranks end with the one that forks them; they listen again (`worker.py`), also to what came
+    before they did, and it leaves with us.
     """
     numbers = [signal.Signals[name] for name in names if name != "SIGINT"]  # which it ignores
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
+        resource_tracker.ensure_running()  # it lets SIGTERM through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 @dataclass(frozen=True, slots=True)
