@@ -22,7 +22,7 @@ import types
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -362,13 +362,14 @@ def where_others_are(context: Any, first_rank: int, codes: Sequence[int]) -> str
         if process.exitcode is None and (folders[local] / PLACE).exists()
     }
     for pid, _ in left.values():
-        os.kill(pid, signal.SIGUSR2)
+        with suppress(ProcessLookupError):  # it has ended since
+            os.kill(pid, signal.SIGUSR2)
     time.sleep(ANSWER_S)
     text = ""
     for rank, (_, place) in left.items():
         frames = place.read_text().splitlines()[1 : 1 + FRAMES]
         text += f"lockstep: rank {rank} had not ended; it was at\n"
-        text += "".join(f"{frame}\n" for frame in frames or ["  (no answer: it is stopped)"])
+        text += "".join(f"{frame}\n" for frame in frames or ["  (no answer: stopped or gone)"])
     return text
 
 
