@@ -46,6 +46,8 @@ MONITOR_S = 0.02
 ANSWER_S = 0.5
 """How long a rank may take to write down where it is."""
 FRAMES = 6
+LEFT_S = 15.0
+"""Ranks whose machine was left alone notice it, and end. Those that have not by then are stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +156,21 @@ def _build_agent(command: LaunchRequest) -> Any:
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)
             self.seen: Counter[str] = Counter()
+            self.left_at, self.has_told = 0.0, False
 
         def _monitor_workers(self, worker_group: Any) -> RunResult:
             context: Any = self._pcontext
             ended = [process.exitcode or 0 for process in context._pc.processes]
             first = worker_group.workers[0].global_rank
             others = where_others_are(context, first, ended) if any(ended) else ""
+            is_watched = command.num_nodes > 1 and not any(ended) and not self.has_told
+            if is_watched and worker_group.spec.rdzv_handler.is_closed():
+                self.left_at = self.left_at or time.monotonic()
+                self.has_told = time.monotonic() - self.left_at > LEFT_S
+                if self.has_told:
+                    there = where_ranks_are(context, first)
+                    sys.stderr.write(f"lockstep: other machines have ended\n{there}")
+                    sys.stderr.flush()
             result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():  # by now those that were left are closed
                 for rank, seen in result.failures.items():
@@ -351,11 +362,16 @@ def where_others_are(context: Any, first_rank: int, codes: Sequence[int]) -> str
 
     The one that nobody saw coming is among them, and it alone knows why.
     """
-    folders = {local: Path(file).parent for local, file in context.error_files.items()}
-    records = filter(None, (read_record(folder / RECORD) for folder in folders.values()))
+    files = context.error_files.values()
+    records = filter(None, (read_record(Path(file).parent / RECORD) for file in files))
     in_vain = any(re.search("timed? ?out", record["error"], re.I) for record in records)
-    if not in_vain and -signal.SIGABRT not in codes:  # NCCL's watchdog ends a process so
-        return ""
+    # NCCL's watchdog ends a process with SIGABRT.
+    return where_ranks_are(context, first_rank) if in_vain or -signal.SIGABRT in codes else ""
+
+
+def where_ranks_are(context: Any, first_rank: int) -> str:
+    """Ask the ranks that have not ended, and say it."""
+    folders = {local: Path(file).parent for local, file in context.error_files.items()}
     left = {
         first_rank + local: (process.pid, folders[local] / PLACE)
         for local, process in enumerate(context._pc.processes)
