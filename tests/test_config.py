@@ -45,6 +45,7 @@ def test_a_key_like_no_other_gets_the_list_of_those_there_are() -> None:
         ({"evaluation": {"every_epochs": 0}}, "evaluation.every_epochs=0"),
         ({"checkpoint": {"every_epochs": -0.5}}, "checkpoint.every_epochs=-0.5"),
         ({"checkpoint": {"every_epochs": float("inf")}}, "checkpoint.every_epochs=inf"),
+        ({"compile": "graph"}, "compile='graph': Input should be a valid boolean"),
     ],
 )
 def test_a_wrong_value_is_named_by_its_path(values: dict[str, object], path: str) -> None:
@@ -53,6 +54,12 @@ def test_a_wrong_value_is_named_by_its_path(values: dict[str, object], path: str
 
 def test_several_mistakes_are_counted() -> None:
     assert "and 1 more" in refusal({"epochs": 0, "seed": "x"}).problem
+
+
+def test_a_value_of_one_kind_or_another_is_one_mistake_and_both_are_told() -> None:
+    refused = refusal({"compile": "graph"})
+    assert refused.problem.endswith("or Input should be 'graphs'")
+    assert refused.remedy == "another value for compile"
 
 
 def test_a_rate_that_yaml_reads_as_text_is_a_number() -> None:

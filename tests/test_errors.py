@@ -48,3 +48,19 @@ def test_a_script_without_a_launcher_ends_with_the_errors_own_code(
     assert ended.stdout.startswith("LaunchError" if env else "ConfigError"), "and was caught"
     assert ended.stderr.count("Traceback") == 1
     assert said in ended.stderr
+
+
+TYPED = """
+from lockstep.errors import ConfigError, own_exit_code
+with own_exit_code():
+    raise ConfigError("mistyped", "again")
+
+print("still here")
+"""
+
+
+def test_somebody_who_types_is_not_thrown_out() -> None:
+    command = [sys.executable, "-i"]
+    ended = subprocess.run(command, input=TYPED, capture_output=True, text=True, check=False)
+    assert "ConfigError: mistyped" in ended.stderr
+    assert (ended.stdout, ended.returncode) == ("still here\n", 0)

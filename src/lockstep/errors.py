@@ -80,7 +80,7 @@ def own_exit_code() -> Iterator[None]:
 
 def _end(say: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     say(kind, error, trace)
-    if isinstance(error, LockstepError):
+    if isinstance(error, LockstepError) and not hasattr(sys, "ps1"):  # or somebody is typing
         raise SystemExit(error.exit_code)
 
 

@@ -18,14 +18,17 @@ def parse_model(kind: type[Model], values: Mapping[str, Any]) -> Model:
     try:
         return kind.model_validate(values)
     except ValidationError as invalid:
-        error = invalid.errors()[0]
-        path = ".".join(str(part) for part in error["loc"])
-        if error["type"] == "extra_forbidden":
-            owner = _owner(kind, error["loc"])
-            raise unknown_key(str(error["loc"][-1]), owner.model_fields, f"at {path!r}") from None
-        more = f" (and {len(invalid.errors()) - 1} more)" if len(invalid.errors()) > 1 else ""
+        errors = invalid.errors()
+        loc, value, said = errors[0]["loc"], errors[0]["input"], [errors[0]["msg"]]
+        path, known = ".".join(map(str, loc)), _owner(kind, loc).model_fields
+        if errors[0]["type"] == "extra_forbidden":
+            raise unknown_key(str(loc[-1]), known, f"at {path!r}") from None
+        alike = [e["msg"] for e in errors if e["loc"][:-1] == loc[:-1] and e["input"] is value]
+        if len(alike) > 1 and loc[-1] not in known:  # one for each kind it may be
+            path, said = ".".join(map(str, loc[:-1])), alike
+        more = f" (and {len(errors) - len(said)} more)" if len(errors) > len(said) else ""
         raise ConfigError(
-            f"{path or kind.__name__}={error['input']!r}: {error['msg']}{more}",
+            f"{path or kind.__name__}={value!r}: {' or '.join(said)}{more}",
             f"another value for {path}" if path else "the keys one at a time",
         ) from None
 

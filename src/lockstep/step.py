@@ -191,8 +191,7 @@ def all_weights(
             return {}
         numbers = [number(n, world.device) for n in counted.values()]
         rows.append(torch.stack(numbers) * micro_batch.counts)
-    local = torch.stack(rows).sum(dim=0)
-    totals = leaf_sum.total(rows, batch) if leaf_sum else world.all_sum(local)
+    totals = leaf_sum.total(rows, batch) if leaf_sum else world.all_sum(torch.stack(rows).sum(0))
     # A term without a unit in the whole step is a sum of nothing: 0 / 1.
     return dict(zip(counted, torch.where(totals > 0, totals, 1.0), strict=True))
 

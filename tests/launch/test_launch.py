@@ -5,11 +5,13 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,8 +19,8 @@ from processes import HERE, LAUNCH, LAUNCH_AFRESH, Start, last_step, wait_until
 
 from lockstep.checkpoint import CheckpointStore
 from lockstep.errors import LaunchError
-from lockstep.launch import roll_call
-from lockstep.launch.local import follow_log
+from lockstep.launch import local, roll_call
+from lockstep.launch.local import follow_log, where_others_are
 from lockstep.testing import free_port, run_ranks
 
 TRAIN = HERE / "train_and_save.py"
@@ -176,7 +178,36 @@ def test_ranks_that_waited_in_vain_are_told_what_the_other_was_at(
     assert len(re.findall(said, launched.text)) == 1, launched.text
 
 
+def test_a_rank_that_is_stuck_alone_on_its_machine_is_told_of_there(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "LEFT_S", 0.5)
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK.replace('os.environ["RANK"] == "1"', 'os.environ["IS_STUCK"] == "yes"'))
+    words = (*LAUNCH, "1", "--nodes", "2", "--head", f"localhost:{free_port()}", "--node-rank")
+    # Machines meet on the first, which is there for as long as its own rank is.
+    stuck = start(*words, "0", script, env={"IS_STUCK": "yes"})
+    other = start(*words, "1", script, env={"IS_STUCK": "no"})
+    said = "lockstep: other machines have ended\nlockstep: rank"
+    wait_until(lambda: said in stuck.text, said)
+    assert "line 6 in look_for_something" in stuck.text
+    os.kill(stuck.pid, signal.SIGTERM)
+    assert [stuck.finish(20), other.finish(20)] == [143, 1]
+
+
 # --- A rank that is killed -----------------------------------------------------------------------
+
+
+def test_a_rank_that_ends_before_it_is_asked_does_not_end_the_launcher(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / "place.txt").touch()
+    processes = [SimpleNamespace(pid=gone.pid, exitcode=None)]  # it was a moment ago
+    context = SimpleNamespace(
+        error_files={0: str(tmp_path / "error.json")}, _pc=SimpleNamespace(processes=processes)
+    )
+    said = where_others_are(context, 1, [-signal.SIGABRT])
+    assert said.splitlines()[0] == "lockstep: rank 1 had not ended; it was at"
 
 
 def test_killed_ranks_go_on_and_end_with_the_same_weights(tmp_path: Path, start: Start) -> None:

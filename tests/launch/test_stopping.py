@@ -26,6 +26,8 @@ from processes import (
 from train_slowly import main
 
 from lockstep.checkpoint import CheckpointStore
+from lockstep.launch.local import _held_back
+from lockstep.launch.worker import work
 from lockstep.observe.events import read_events
 
 TRAIN = HERE / "train_slowly.py"
@@ -190,6 +192,22 @@ def test_our_launcher_passes_a_signal_on_and_keeps_its_exit_code(
     assert ranks.orphans() == []
     assert "Traceback" not in ranks.text
     assert "resource_tracker" not in ranks.text
+
+
+def test_a_signal_to_a_rank_that_was_only_just_forked_is_not_lost(
+    tmp_path: Path, fork: Fork
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(7)  # it trains, for as long as its launcher is patient")
+
+    def begin() -> None:
+        os.environ |= {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "LOCAL_RANK": "1"}
+        with _held_back(["SIGTERM"]):  # as the process that forks ranks was started
+            os.kill(os.getpid(), signal.SIGTERM)
+            work(str(script))
+
+    ranks = fork(begin)
+    assert ranks.exit_codes(20) == [-signal.SIGTERM], ranks.text
 
 
 def test_our_launcher_lives_through_the_hangup_that_nohup_is_for(

@@ -95,8 +95,9 @@ def test_a_folder_without_events_is_refused(tmp_path: Path) -> None:
         draw_curves(tmp_path, tmp_path / "curves.png")
 
 
+@pytest.mark.parametrize("name", ["iou", "intersection_over_union_of_the_class"])
 def test_no_legend_hides_a_curve_and_every_number_on_an_axis_is_true(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
     save = Figure.savefig
@@ -104,13 +105,14 @@ def test_no_legend_hides_a_curve_and_every_number_on_an_axis_is_true(
     log = EventLog(tmp_path, rank=0, clock=lambda: 0.0)
     for step in range(1, 40):
         log.write("step", step, loss=step, learning_rate=2e-2 / step, samples_per_second=step)
-        metrics = {f"iou_{n}": n + step % 2 for n in range(6)}  # all over the panel
+        metrics = {f"{name}_{n}": n + step % 2 for n in range(6)}  # all over the panel
         log.write("evaluation", step, metrics=metrics)
     draw_curves(tmp_path, tmp_path / "curves.png")
     panels = [axes for axes in drawn[0].axes if axes.get_legend()]
     assert len(panels) == 2
     for axes in panels:
         assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())
+        assert axes.get_legend().get_window_extent().width <= axes.get_window_extent().width
     (rate,) = (axes for axes in drawn[0].axes if axes.get_ylabel() == "learning rate")
     for place, label in zip(rate.get_yticks(), rate.get_yticklabels(), strict=True):
         assert float(label.get_text().replace("\u2212", "-")) == pytest.approx(place)

@@ -22,9 +22,9 @@ import types
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,6 +46,8 @@ MONITOR_S = 0.02
 ANSWER_S = 0.5
 """How long a rank may take to write down where it is."""
 FRAMES = 6
+LEFT_S = 15.0
+"""Ranks whose machine was left alone notice it, and end. Those that have not by then are stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def launch(command: LaunchRequest) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     if command.num_nodes > 1:  # restarted workers must not find the addresses of the dead
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    with _as_nobody(), _ignored(heard):
+    with _as_nobody(), _held_back(heard):
         multiprocessing.set_forkserver_preload(preloaded(command.restarts))
         forkserver.ensure_running()  # it imports torch while we do
 
@@ -154,12 +156,21 @@ def _build_agent(command: LaunchRequest) -> Any:
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)
             self.seen: Counter[str] = Counter()
+            self.left_at, self.has_told = 0.0, False
 
         def _monitor_workers(self, worker_group: Any) -> RunResult:
             context: Any = self._pcontext
             ended = [process.exitcode or 0 for process in context._pc.processes]
             first = worker_group.workers[0].global_rank
             others = where_others_are(context, first, ended) if any(ended) else ""
+            is_watched = command.num_nodes > 1 and not any(ended) and not self.has_told
+            if is_watched and worker_group.spec.rdzv_handler.is_closed():
+                self.left_at = self.left_at or time.monotonic()
+                self.has_told = time.monotonic() - self.left_at > LEFT_S
+                if self.has_told:
+                    there = where_ranks_are(context, first)
+                    sys.stderr.write(f"lockstep: other machines have ended\n{there}")
+                    sys.stderr.flush()
             result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():  # by now those that were left are closed
                 for rank, seen in result.failures.items():
@@ -273,18 +284,20 @@ def _as_nobody() -> Iterator[None]:
 
 
 @contextmanager
-def _ignored(names: Sequence[str]) -> Iterator[None]:
+def _held_back(names: Sequence[str]) -> Iterator[None]:
     """Start processes that do not die of what SLURM, or a closing terminal, sends to everyone.
 
-    Ranks end with the one that forks them; they listen again (`worker.py`), and it leaves with us.
+    Ranks end with the one that forks them; they listen again (`worker.py`), also to what came
+    before they did, and it leaves with us.
     """
     numbers = [signal.Signals[name] for name in names if name != "SIGINT"]  # which it ignores
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
+        resource_tracker.ensure_running()  # it lets SIGTERM through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,24 +362,30 @@ def where_others_are(context: Any, first_rank: int, codes: Sequence[int]) -> str
 
     The one that nobody saw coming is among them, and it alone knows why.
     """
-    folders = {local: Path(file).parent for local, file in context.error_files.items()}
-    records = filter(None, (read_record(folder / RECORD) for folder in folders.values()))
+    files = context.error_files.values()
+    records = filter(None, (read_record(Path(file).parent / RECORD) for file in files))
     in_vain = any(re.search("timed? ?out", record["error"], re.I) for record in records)
-    if not in_vain and -signal.SIGABRT not in codes:  # NCCL's watchdog ends a process so
-        return ""
+    # NCCL's watchdog ends a process with SIGABRT.
+    return where_ranks_are(context, first_rank) if in_vain or -signal.SIGABRT in codes else ""
+
+
+def where_ranks_are(context: Any, first_rank: int) -> str:
+    """Ask the ranks that have not ended, and say it."""
+    folders = {local: Path(file).parent for local, file in context.error_files.items()}
     left = {
         first_rank + local: (process.pid, folders[local] / PLACE)
         for local, process in enumerate(context._pc.processes)
         if process.exitcode is None and (folders[local] / PLACE).exists()
     }
     for pid, _ in left.values():
-        os.kill(pid, signal.SIGUSR2)
+        with suppress(ProcessLookupError):  # it has ended since
+            os.kill(pid, signal.SIGUSR2)
     time.sleep(ANSWER_S)
     text = ""
     for rank, (_, place) in left.items():
         frames = place.read_text().splitlines()[1 : 1 + FRAMES]
         text += f"lockstep: rank {rank} had not ended; it was at\n"
-        text += "".join(f"{frame}\n" for frame in frames or ["  (no answer: it is stopped)"])
+        text += "".join(f"{frame}\n" for frame in frames or ["  (no answer: stopped or gone)"])
     return text
 
 

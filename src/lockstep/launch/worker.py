@@ -43,9 +43,7 @@ def work(*words: str) -> None:
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     if os.environ["LOCAL_RANK"] == "0":
         keep_log(folder)  # what copies it must not die of a signal to everyone
-    for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(","):
-        if name and name != "SIGINT":  # the process that forked us ignores them
-            signal.signal(signal.Signals[name], signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the process that forked us holds some back
     faulthandler.register(signal.SIGUSR2, (folder / PLACE).open("w"), all_threads=False)
     own_process = os.getpid()
     leave = os._exit

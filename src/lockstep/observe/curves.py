@@ -28,6 +28,8 @@ LOG_SCALE_FROM = 30.0
 MAX_LINES = 6
 """Held-out curves in one panel: more cannot be told apart."""
 NUM_COLUMNS = 3
+MAX_LETTERS = 24
+"""Names up to this long stand two in a row of a legend."""
 
 Series = tuple[list[int], list[float]]
 
@@ -154,7 +156,9 @@ def _plot_held_out(axes: "Axes", held_out: dict[str, Series]) -> None:
     if axes.get_lines():
         # Below the panel: inside, there may be no place that hides no curve.
         place, plain = (0.0, -0.14), {"frameon": False, "fontsize": 9, "labelcolor": INK}
-        axes.legend(loc="upper left", bbox_to_anchor=place, borderaxespad=0.0, ncols=2, **plain)
+        is_long = max(map(len, held_out), default=0) > MAX_LETTERS
+        plain["ncols"] = 1 if is_long else 2  # wider than the panel, it would take its room
+        axes.legend(loc="upper left", bbox_to_anchor=place, borderaxespad=0.0, **plain)
 
 
 def _fit_scale(axes: "Axes", drawn: Sequence[Series]) -> None:
