@@ -24,7 +24,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from functools import partial
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -140,7 +141,7 @@ def _check_gpus(num_processes: int) -> None:
 
 
 def _build_agent(command: LaunchRequest) -> Any:
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
@@ -155,18 +156,25 @@ def _build_agent(command: LaunchRequest) -> Any:
             super().__init__(*args, **settings)
             self.seen: Counter[str] = Counter()
 
-        def _monitor_workers(self, worker_group: Any) -> RunResult:
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            spawned: Any = self._pcontext._pc  # type: ignore[union-attr]
+            spawned.join = partial(self._join, spawned.join, worker_group.workers[0].global_rank)
+            return started
+
+        def _join(self, join: Any, first: int, timeout: float | None = None) -> bool:
+            """Say why a rank failed before torch ends those that are left, which may take 30 s."""
             context: Any = self._pcontext
+            alive = context._pc.sentinels
+            if alive and not connection.wait(alive, timeout):
+                return False  # what ends from here on is seen the next time
             ended = [process.exitcode or 0 for process in context._pc.processes]
-            first = worker_group.workers[0].global_rank
-            others = where_others_are(context, first, ended) if any(ended) else ""
-            result: RunResult = super()._monitor_workers(worker_group)
-            if result.is_failed():  # by now those that were left are closed
-                for rank, seen in result.failures.items():
-                    ended[rank - first] = seen.exitcode
+            if any(ended):
+                others = where_others_are(context, first, ended)
                 self._take_note(first_failure(context, first, ended))
                 sys.stderr.write(others)
-            return result
+                sys.stderr.flush()
+            return bool(join(timeout))
 
         def _take_note(self, failure: Failure) -> None:
             """Say what happened, and decide whether to try again."""
@@ -329,8 +337,7 @@ class Failure:
 def first_failure(context: Any, first_rank: int, codes: Sequence[int]) -> Failure:
     """Find the rank that failed before the others did, which failed because of it.
 
-    `codes` are the exit codes of before the agent ended those that were left, which it kills
-    where they do not heed it.
+    `codes` are the exit codes of before those that were left are ended.
     """
     for local, code in enumerate(codes):
         if code < 0 and code != -signal.SIGTERM:
