@@ -5,6 +5,7 @@ not own: when something is written; the trainer says so. Every number is reduced
 ranks first, but for those called `local_`.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,6 +28,8 @@ from lockstep.resuming import warnings_of
 from lockstep.schedule import warmup_length
 from lockstep.setup import Run
 from lockstep.sharding import is_sharded
+
+_log = logging.getLogger("lockstep")
 
 
 class Record:
@@ -71,10 +74,17 @@ class Record:
         for micro_batch in batch.micro_batches:
             for fault in micro_batch.faults:
                 self.events.write("worker_lost", step, **asdict(fault), message=str(fault))
+                self._say_alone(str(fault))
             if micro_batch.counts:
                 self._entered.setdefault(batch.epoch, []).append(micro_batch.visited)
                 for sample, reason in micro_batch.skipped:
                     self.events.write("sample_skipped", step, sample=sample, reason=reason)
+                    self._say_alone(f"skipped sample {sample}: {reason}")
+
+    def _say_alone(self, message: str) -> None:
+        """Say what this rank has met, unless it is the first, whose console does."""
+        if not self.run.world.is_first:
+            _log.warning("rank %d: %s", self.run.world.rank, message)
 
     def sum_ledger(self) -> Ledger:
         """Add every rank's entries to the run's ledger. Collective."""
