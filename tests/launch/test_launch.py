@@ -130,7 +130,7 @@ if os.environ["RANK"] == "1":
     time.sleep(300)
 while not os.path.exists("deaf"):
     time.sleep(0.01)
-raise ZeroDivisionError("the planted fault")
+raise ZeroDivisionError("the planted fault, no matter of timeout_s")
 """
 IMPATIENT = (  # torch waits 30 s before it kills
     "from torch.multiprocessing.spawn import ProcessContext as P; "
@@ -148,6 +148,7 @@ def test_a_rank_that_the_agent_had_to_kill_is_not_taken_for_the_cause(
     assert launched.finish() == 1, launched.text
     said = f"lockstep: rank 0 on {socket.gethostname()}: ZeroDivisionError: the planted fault"
     assert said in launched.text, launched.text
+    assert "rank 1" not in launched.text, "nobody has waited for it"
 
 
 STUCK = """
@@ -177,6 +178,40 @@ def test_ranks_that_waited_in_vain_are_told_what_the_other_was_at(
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # torch would wait for 30 s
     assert launched.finish() == 1, launched.text
     assert len(re.findall(said, launched.text)) == 1, launched.text
+
+
+ABSENT = """
+import sys
+from lockstep import World
+
+world = World.enter(timeout_s=1)
+if world.rank == 1:
+    sys.exit()
+world.barrier()
+"""
+
+
+def test_a_rank_whose_script_came_to_its_end_too_early_is_named(
+    tmp_path: Path, start: Start
+) -> None:
+    (tmp_path / "absent.py").write_text(ABSENT)
+    launched = start(*LAUNCH, "2", tmp_path / "absent.py")
+    assert launched.finish() == 1, launched.text
+    assert "lockstep: rank 1 was not there: its script had come to its end" in launched.text
+
+
+NO_ROOM = (  # as a full /dev/shm has it
+    "from multiprocessing import synchronize; "
+    "synchronize.SemLock.__init__ = lambda *_, **__: open('/dev/full', 'w').write('.' * 9999); "
+)
+
+
+def test_ranks_for_which_there_is_no_room_are_refused(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "absent.py").write_text(ABSENT)
+    launched = start(sys.executable, "-c", NO_ROOM + LAUNCH_AFRESH, tmp_path / "absent.py")
+    assert launched.finish() == 1, launched.text
+    said = "LaunchError: the ranks cannot be started: [Errno 28] No space left on device"
+    assert said in launched.text, launched.text
 
 
 # --- A rank that is killed -----------------------------------------------------------------------

@@ -134,7 +134,7 @@ class Crew:
             for process in set(active_children()) - before:
                 process.kill()  # or this process would wait for it when it ends
             problem = f"{num_workers} loader workers cannot be started: {error}"
-            remedy = "fewer loader.num_workers, more open files (ulimit -n), or more memory"
+            remedy = "fewer loader.num_workers, more open files (ulimit -n), or room in /dev/shm"
             raise DataError(problem, remedy) from error
         self.processes = self._parcels._workers
         # Nor is a handler that a loader of the user's has set to know of these workers.

@@ -93,6 +93,11 @@ def launch(command: LaunchRequest) -> int:
     try:
         with _as_nobody():
             result = agent.run()
+    except OSError as error:
+        raise LaunchError(
+            f"the ranks cannot be started: {error}",
+            "room in /dev/shm and in the temporary folder, more open files (ulimit -n)",
+        ) from error
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except RendezvousError:  # one has given up for good, or is gone
@@ -320,7 +325,8 @@ class Failure:
             where = ", ".join([f"rank {self.rank} on {self.told['host']}", *notes])
             lines += [self.told["traceback"].rstrip(), f"lockstep: {where}: {self.told['error']}"]
         elif self.killed_by:
-            lines += [f"lockstep: rank {self.rank} was ended by {self.killed_by}"]
+            why = ", as the kernel does when memory runs out" * (self.killed_by == "SIGKILL")
+            lines += [f"lockstep: rank {self.rank} was ended by {self.killed_by}{why}"]
         elif self.code not in FINAL_CODES:
             lines += [f"lockstep: rank {self.rank} ended with exit code {self.code}"]
         if is_loop:
@@ -358,7 +364,7 @@ def where_others_are(context: Any, first_rank: int, codes: Sequence[int]) -> str
     """
     folders = {local: Path(file).parent for local, file in context.error_files.items()}
     records = filter(None, (read_record(folder / RECORD) for folder in folders.values()))
-    in_vain = any(re.search("timed? ?out", record["error"], re.I) for record in records)
+    in_vain = any(re.search("timed? ?out(?!_s)", record["error"], re.I) for record in records)
     if not in_vain and -signal.SIGABRT not in codes:  # NCCL's watchdog ends a process so
         return ""
     left = {
@@ -371,6 +377,9 @@ def where_others_are(context: Any, first_rank: int, codes: Sequence[int]) -> str
     time.sleep(ANSWER_S)
     text = ""
     for rank, (_, place) in left.items():
+        if rank - first_rank in context._return_values:
+            text += f"lockstep: rank {rank} was not there: its script had come to its end, with 0\n"
+            continue
         frames = place.read_text().splitlines()[1 : 1 + FRAMES]
         text += f"lockstep: rank {rank} had not ended; it was at\n"
         text += "".join(f"{frame}\n" for frame in frames or ["  (no answer: it is stopped)"])
