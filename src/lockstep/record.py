@@ -102,6 +102,7 @@ class Record:
         timing = self.throughput.interval()
         # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
         rates, times, waits = run.world.all_gather(torch.tensor([[*timing.values()]])).T
+        stands_out = waits.max() - waits.min() > 0.1
         progress.settle()
         sums = progress.interval.items()
         means = {name: value / weight for name, (value, weight) in sums if weight}
@@ -119,6 +120,7 @@ class Record:
             samples_per_second=float(rates.min()),
             step_time_s=float(times.max()),
             data_wait_share=float(waits.max()),
+            data_wait_rank=int(waits.argmax()) if stands_out else None,
             local_step_time_s=timing["step_time_s"],
             local_data_wait_share=timing["data_wait_share"],
         )
