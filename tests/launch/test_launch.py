@@ -278,6 +278,32 @@ def test_a_machine_that_gives_up_is_told_of_on_the_others_in_a_line(
     assert "elastic" not in other, "no traceback of the launcher's own"
 
 
+CUT_OFF = """
+import os, time
+open("there" + os.environ["RANK"], "w").close()
+while not os.path.exists("cut") or os.environ["RANK"] == "0":
+    time.sleep(0.02)
+raise ZeroDivisionError("the planted fault")
+"""
+
+
+def test_a_machine_that_is_cut_off_says_why_it_ends(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cut_off.py").write_text(CUT_OFF)
+    nodes = (*LAUNCH, "1", "--nodes=2", f"--head=localhost:{free_port()}")
+    head, other = (start(*nodes, f"--node-rank={rank}", "cut_off.py") for rank in (0, 1))
+    wait_until(lambda: len(list(tmp_path.glob("there*"))) == 2, "both ranks")
+    os.kill(head.pid, signal.SIGSTOP)  # as a cut cable: it does not answer, nor is it gone
+    try:
+        (tmp_path / "cut").touch()
+        assert other.finish(30) == 1, other.text
+    finally:
+        os.kill(head.pid, signal.SIGKILL)
+    assert "ZeroDivisionError: the planted fault" in other.text
+
+
 def test_a_machine_that_does_not_come_is_named(start: Start) -> None:
     head = f"localhost:{free_port()}"
     nodes = (*LAUNCH, "1", "--nodes=3", f"--head={head}", "--wait=6")

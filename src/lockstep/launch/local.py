@@ -21,7 +21,8 @@ import time
 import types
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,6 +48,8 @@ MONITOR_S = 0.02
 ANSWER_S = 0.5
 """How long a rank may take to write down where it is."""
 FRAMES = 6
+GOODBYE_S = 5.0
+"""How long another machine may take to hear that this one leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,10 @@ def launch(command: LaunchRequest) -> int:
         )
         return int(agent.exit_code) or 1
     finally:
-        agent._worker_group.spec.rdzv_handler.shutdown()
+        handler = agent._worker_group.spec.rdzv_handler
+        goodbye = threading.Thread(target=handler.shutdown, daemon=True)
+        goodbye.start()
+        goodbye.join(GOODBYE_S)
         if command.logs is None:
             shutil.rmtree(agent._logs_specs.root_log_dir, ignore_errors=True)  # a temporary folder
     return int(agent.exit_code) if result.is_failed() else 0
@@ -211,12 +217,15 @@ def _build_agent(command: LaunchRequest) -> Any:
         is_host=str(command.node_rank == 0),
         join_timeout=int(command.wait_s),
     )
+    handler: Any = registry.get_rendezvous_handler(parameters)
+    if command.num_nodes > 1:
+        handler.num_nodes_waiting = asked_beside(handler.num_nodes_waiting)
     spec = WorkerSpec(
         role="rank",
         local_world_size=command.num_processes,
         entrypoint=work,
         args=command.words,
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        rdzv_handler=handler,
         max_restarts=command.restarts,
         monitor_interval=MONITOR_S,
         local_addr=parameters.local_addr,
@@ -227,6 +236,30 @@ def _build_agent(command: LaunchRequest) -> Any:
     agent = Agent(spec, logs, start_method="forkserver", **settings)
     agent.store = store  # kept open as long as there is somebody to ask it
     return agent
+
+
+def asked_beside(ask: Callable[[], int]) -> Callable[[], int]:
+    """Have the agent ask another machine in a thread, and take 0 for an answer until there is one.
+
+    Where the network is cut, that takes minutes, in which it would neither see that a rank has
+    failed nor heed a signal.
+    """
+    coming: list[Future[int]] = []
+
+    def wait_for(answer: Future[int]) -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    def look() -> int:
+        if not coming:
+            coming.append(Future())
+            threading.Thread(target=wait_for, args=coming, daemon=True).start()
+        wait(coming, ANSWER_S)
+        return coming.pop().result() if coming[0].done() else 0
+
+    return look
 
 
 def _if_known(kind: type, **settings: Any) -> dict[str, Any]:
