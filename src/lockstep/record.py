@@ -5,6 +5,7 @@ not own: when something is written; the trainer says so. Every number is reduced
 ranks first, but for those called `local_`.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,6 +28,8 @@ from lockstep.resuming import warnings_of
 from lockstep.schedule import warmup_length
 from lockstep.setup import Run
 from lockstep.sharding import is_sharded
+
+_log = logging.getLogger("lockstep")
 
 
 class Record:
@@ -71,10 +74,17 @@ class Record:
         for micro_batch in batch.micro_batches:
             for fault in micro_batch.faults:
                 self.events.write("worker_lost", step, **asdict(fault), message=str(fault))
+                self._say_alone(str(fault))
             if micro_batch.counts:
                 self._entered.setdefault(batch.epoch, []).append(micro_batch.visited)
                 for sample, reason in micro_batch.skipped:
                     self.events.write("sample_skipped", step, sample=sample, reason=reason)
+                    self._say_alone(f"skipped sample {sample}: {reason}")
+
+    def _say_alone(self, message: str) -> None:
+        """Say what this rank has met, unless it is the first, whose console does."""
+        if not self.run.world.is_first:
+            _log.warning("rank %d: %s", self.run.world.rank, message)
 
     def sum_ledger(self) -> Ledger:
         """Add every rank's entries to the run's ledger. Collective."""
@@ -92,6 +102,7 @@ class Record:
         timing = self.throughput.interval()
         # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
         rates, times, waits = run.world.all_gather(torch.tensor([[*timing.values()]])).T
+        stands_out = waits.max() - waits.min() > 0.1
         progress.settle()
         sums = progress.interval.items()
         means = {name: value / weight for name, (value, weight) in sums if weight}
@@ -109,6 +120,7 @@ class Record:
             samples_per_second=float(rates.min()),
             step_time_s=float(times.max()),
             data_wait_share=float(waits.max()),
+            data_wait_rank=int(waits.argmax()) if stands_out else None,
             local_step_time_s=timing["step_time_s"],
             local_data_wait_share=timing["data_wait_share"],
         )

@@ -186,8 +186,8 @@ class World:
             raise LaunchError(
                 f"rank {launch.rank} of {launch.size} could not meet the others at "
                 f"{launch.head}:{launch.port}: {str(error).splitlines()[0]}",
-                "check that every rank was started and that no other job uses this port "
-                "(another MASTER_PORT, or torchrun --standalone)",
+                "every rank started, on a port of their own (MASTER_PORT, torchrun --standalone), "
+                "by machines that see each other (GLOO_SOCKET_IFNAME=eth0; lockstep doctor)",
             ) from error
         return cls(launch, place, backend)
 

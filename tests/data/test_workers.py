@@ -288,6 +288,22 @@ def test_a_batch_for_which_there_is_no_shared_memory_is_named(quick: None) -> No
         read(Large(), timeout_s=1.0)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than there are cores
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*DataLoaderIter.__del__")
+def test_workers_that_cannot_all_be_started_are_refused_and_none_is_left() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 16, hard))
+    try:
+        with pytest.raises(DataError, match="16 loader workers cannot be started: .*open files"):
+            read(Rich(), num_workers=16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for process in multiprocessing.active_children():
+        process.join(5)
+        assert not process.is_alive(), "it ignores SIGTERM, and would be waited for at the end"
+
+
 def test_nothing_is_left_behind_by_reading_that_stops_early() -> None:
     def left() -> tuple[int, list[str]]:
         """Count open files, and name shared memory of this process; others have theirs."""

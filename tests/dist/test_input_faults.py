@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -100,6 +101,7 @@ def hash_of(folder: Path) -> str:
 
 
 def live(folder: Path, task: TinyTask, changes: dict[str, Any]) -> tuple[int, list[int]]:
+    logging.getLogger("lockstep").addHandler(logging.FileHandler(folder / "warned", delay=True))
     step = fit(task, config_for(folder, **changes)).step
     return step, getattr(task, "hits", [])
 
@@ -148,8 +150,11 @@ def test_a_stopped_worker_changes_no_bit_on_two_ranks(
 ) -> None:
     monkeypatch.setattr(workers, "STOPPED_S", 0.25)
     task = FaultyTask((3,), number=signal.SIGSTOP)
-    assert len(run(tmp_path, 2, task, loader={"num_workers": 1})) >= 2
+    hits = run(tmp_path, 2, task, loader={"num_workers": 1})
+    assert len(hits) >= 2
     assert hash_of(tmp_path) == calm
+    warned = (tmp_path / "warned").read_text()
+    assert f"rank 1: loader worker {hits[-1]} was stopped" in warned, "its console is the first's"
 
 
 # --- Bad samples ------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from lockstep.testing import TinyTask, run_ranks
 from lockstep.trainer import RunResult, Trainer
 
 NUM_SAMPLES = 20
-TIMES = re.compile(r"time|.*_s|samples_per_second|.*_share|path")
+TIMES = re.compile(r"time|.*_s|samples_per_second|.*_share|data_wait_rank|path")
 
 
 def config_for(folder: Path, **changes: Any) -> RunConfig:
@@ -158,6 +158,21 @@ def test_the_rate_counts_the_samples_of_steps_that_are_smaller(tmp_path: Path) -
     assert [e["samples"] for e in logged] == [20, 40]
     for event in logged:  # steps of 8, 8 and 4 samples
         assert event["samples_per_second"] * 3 * event["step_time_s"] == pytest.approx(20)
+
+
+class SlowDiskTask(TinyTask):
+    """Reads slowly on the second rank."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        time.sleep(0.1 * (os.environ["RANK"] == "1"))
+        return super().collate(samples)
+
+
+def test_the_rank_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
+    said = tmp_path / "said.txt"
+    sinks = {"curves": False, "log_file": str(said)}
+    run(tmp_path, 2, lambda: SlowDiskTask(NUM_SAMPLES), log_every=2, max_steps=2, sinks=sinks)
+    assert re.search(r"data wait \d+%  on rank 1  ETA", said.read_text()), said.read_text()
 
 
 def test_what_is_dropped_is_said(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ if os.environ["RANK"] == "1":
     time.sleep(300)
 while not os.path.exists("deaf"):
     time.sleep(0.01)
-raise ZeroDivisionError("the planted fault")
+raise ZeroDivisionError("the planted fault, no matter of timeout_s")
 """
 IMPATIENT = (  # torch waits 30 s before it kills
     "from torch.multiprocessing.spawn import ProcessContext as P; "
@@ -150,13 +150,16 @@ def test_a_rank_that_the_agent_had_to_kill_is_not_taken_for_the_cause(
     assert launched.finish() == 1, launched.text
     said = f"lockstep: rank 0 on {socket.gethostname()}: ZeroDivisionError: the planted fault"
     assert said in launched.text, launched.text
+    assert "rank 1" not in launched.text, "nobody has waited for it"
 
 
 STUCK = """
-import os, time
+import os, signal, time
 from lockstep import World
 
 def look_for_something():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a run does, to save first
+    open("pid", "w").write(str(os.getpid()))
     time.sleep(300)
 
 world = World.enter(timeout_s=2)
@@ -167,15 +170,50 @@ world.barrier()
 
 
 def test_ranks_that_waited_in_vain_are_told_what_the_other_was_at(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stuck.py").write_text(STUCK)
+    launched = start(*LAUNCH, "2", "stuck.py")
+    said = r"lockstep: rank 1 had not ended; it was at\n  File \".*stuck.py\", line 8 in look_"
+    wait_until(lambda: re.search(said, launched.text), "the place")
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # torch would wait for 30 s
+    assert launched.finish() == 1, launched.text
+    assert len(re.findall(said, launched.text)) == 1, launched.text
+
+
+ABSENT = """
+import sys
+from lockstep import World
+
+world = World.enter(timeout_s=1)
+if world.rank == 1:
+    sys.exit()
+world.barrier()
+"""
+
+
+def test_a_rank_whose_script_came_to_its_end_too_early_is_named(
     tmp_path: Path, start: Start
 ) -> None:
-    (tmp_path / "stuck.py").write_text(STUCK)
-    launched = start(*LAUNCH, "2", tmp_path / "stuck.py")
+    (tmp_path / "absent.py").write_text(ABSENT)
+    launched = start(*LAUNCH, "2", tmp_path / "absent.py")
     assert launched.finish() == 1, launched.text
-    said = (
-        r"lockstep: rank 1 had not ended; it was at\n  File \".*stuck.py\", line 6 in look_for_som"
-    )
-    assert len(re.findall(said, launched.text)) == 1, launched.text
+    assert "lockstep: rank 1 was not there: its script had come to its end" in launched.text
+
+
+NO_ROOM = (  # as a full /dev/shm has it
+    "from multiprocessing import synchronize; "
+    "synchronize.SemLock.__init__ = lambda *_, **__: open('/dev/full', 'w').write('.' * 9999); "
+)
+
+
+def test_ranks_for_which_there_is_no_room_are_refused(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "absent.py").write_text(ABSENT)
+    launched = start(sys.executable, "-c", NO_ROOM + LAUNCH_AFRESH, tmp_path / "absent.py")
+    assert launched.finish() == 1, launched.text
+    said = "LaunchError: the ranks cannot be started: [Errno 28] No space left on device"
+    assert said in launched.text, launched.text
 
 
 def test_a_rank_that_is_stuck_alone_on_its_machine_is_told_of_there(
@@ -269,6 +307,32 @@ def test_a_machine_that_gives_up_is_told_of_on_the_others_in_a_line(
     other = both[codes.index(1)].text
     assert "\nlockstep: the 2 machines do not meet again\n  try: " in other
     assert "elastic" not in other, "no traceback of the launcher's own"
+
+
+CUT_OFF = """
+import os, time
+open("there" + os.environ["RANK"], "w").close()
+while not os.path.exists("cut") or os.environ["RANK"] == "0":
+    time.sleep(0.02)
+raise ZeroDivisionError("the planted fault")
+"""
+
+
+def test_a_machine_that_is_cut_off_says_why_it_ends(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cut_off.py").write_text(CUT_OFF)
+    nodes = (*LAUNCH, "1", "--nodes=2", f"--head=localhost:{free_port()}")
+    head, other = (start(*nodes, f"--node-rank={rank}", "cut_off.py") for rank in (0, 1))
+    wait_until(lambda: len(list(tmp_path.glob("there*"))) == 2, "both ranks")
+    os.kill(head.pid, signal.SIGSTOP)  # as a cut cable: it does not answer, nor is it gone
+    try:
+        (tmp_path / "cut").touch()
+        assert other.finish(30) == 1, other.text
+    finally:
+        os.kill(head.pid, signal.SIGKILL)
+    assert "ZeroDivisionError: the planted fault" in other.text
 
 
 def test_a_machine_that_does_not_come_is_named(start: Start) -> None:

@@ -20,7 +20,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import connection, util
+from multiprocessing import active_children, connection, util
 from multiprocessing.reduction import ForkingPickler
 from threading import Thread
 from typing import Any
@@ -126,7 +126,16 @@ class Crew:
             worker_init_fn=partial(_settle, os.getpid(), self._stack.fileno()),
             multiprocessing_context="fork",
         )
-        self._parcels = iter(loader)
+        before = set(active_children())
+        try:
+            self._parcels = iter(loader)
+        except (OSError, RuntimeError) as error:
+            self._stack.close()
+            for process in set(active_children()) - before:
+                process.kill()  # or this process would wait for it when it ends
+            problem = f"{num_workers} loader workers cannot be started: {error}"
+            remedy = "fewer loader.num_workers, more open files (ulimit -n), or room in /dev/shm"
+            raise DataError(problem, remedy) from error
         self.processes = self._parcels._workers
         # Nor is a handler that a loader of the user's has set to know of these workers.
         _remove_worker_pids(id(self._parcels))

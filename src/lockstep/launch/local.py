@@ -21,10 +21,12 @@ import time
 import types
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, resource_tracker
+from functools import partial
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -48,6 +50,8 @@ ANSWER_S = 0.5
 FRAMES = 6
 LEFT_S = 15.0
 """Ranks whose machine was left alone notice it, and end. Those that have not by then are stuck."""
+GOODBYE_S = 5.0
+"""How long another machine may take to hear that this one leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,11 @@ def launch(command: LaunchRequest) -> int:
     try:
         with _as_nobody():
             result = agent.run()
+    except OSError as error:
+        raise LaunchError(
+            f"the ranks cannot be started: {error}",
+            "room in /dev/shm and in the temporary folder, more open files (ulimit -n)",
+        ) from error
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except RendezvousError:  # one has given up for good, or is gone
@@ -103,7 +112,10 @@ def launch(command: LaunchRequest) -> int:
         )
         return int(agent.exit_code) or 1
     finally:
-        agent._worker_group.spec.rdzv_handler.shutdown()
+        handler = agent._worker_group.spec.rdzv_handler
+        goodbye = threading.Thread(target=handler.shutdown, daemon=True)
+        goodbye.start()
+        goodbye.join(GOODBYE_S)
         if command.logs is None:
             shutil.rmtree(agent._logs_specs.root_log_dir, ignore_errors=True)  # a temporary folder
     return int(agent.exit_code) if result.is_failed() else 0
@@ -158,25 +170,36 @@ def _build_agent(command: LaunchRequest) -> Any:
             self.seen: Counter[str] = Counter()
             self.left_at, self.has_told = 0.0, False
 
-        def _monitor_workers(self, worker_group: Any) -> RunResult:
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            spawned: Any = self._pcontext._pc  # type: ignore[union-attr]
+            spawned.join = partial(self._join, spawned.join, worker_group.workers[0].global_rank)
+            return started
+
+        def _join(self, join: Any, first: int, timeout: float | None = None) -> bool:
+            """Say why a rank failed before torch ends those that are left, which may take 30 s."""
             context: Any = self._pcontext
+            alive = context._pc.sentinels
+            if alive and not connection.wait(alive, timeout):
+                return False  # what ends from here on is seen the next time
             ended = [process.exitcode or 0 for process in context._pc.processes]
-            first = worker_group.workers[0].global_rank
-            others = where_others_are(context, first, ended) if any(ended) else ""
-            is_watched = command.num_nodes > 1 and not any(ended) and not self.has_told
-            if is_watched and worker_group.spec.rdzv_handler.is_closed():
+            if any(ended):
+                others = where_others_are(context, first, ended)
+                self._take_note(first_failure(context, first, ended))
+                sys.stderr.write(others)
+                sys.stderr.flush()
+            return bool(join(timeout))
+
+        def _monitor_workers(self, worker_group: Any) -> RunResult:
+            handler = worker_group.spec.rdzv_handler
+            if command.num_nodes > 1 and not self.has_told and handler.is_closed():
                 self.left_at = self.left_at or time.monotonic()
                 self.has_told = time.monotonic() - self.left_at > LEFT_S
                 if self.has_told:
-                    there = where_ranks_are(context, first)
+                    there = where_ranks_are(self._pcontext, worker_group.workers[0].global_rank)
                     sys.stderr.write(f"lockstep: other machines have ended\n{there}")
                     sys.stderr.flush()
             result: RunResult = super()._monitor_workers(worker_group)
-            if result.is_failed():  # by now those that were left are closed
-                for rank, seen in result.failures.items():
-                    ended[rank - first] = seen.exitcode
-                self._take_note(first_failure(context, first, ended))
-                sys.stderr.write(others)
             return result
 
         def _take_note(self, failure: Failure) -> None:
@@ -209,12 +232,16 @@ def _build_agent(command: LaunchRequest) -> Any:
         is_host=str(command.node_rank == 0),
         join_timeout=int(command.wait_s),
     )
+    handler: Any = registry.get_rendezvous_handler(parameters)
+    if command.num_nodes > 1:
+        handler.num_nodes_waiting = asked_beside(handler.num_nodes_waiting)
+        handler.is_closed = asked_beside(handler.is_closed)
     spec = WorkerSpec(
         role="rank",
         local_world_size=command.num_processes,
         entrypoint=work,
         args=command.words,
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        rdzv_handler=handler,
         max_restarts=command.restarts,
         monitor_interval=MONITOR_S,
         local_addr=parameters.local_addr,
@@ -225,6 +252,30 @@ def _build_agent(command: LaunchRequest) -> Any:
     agent = Agent(spec, logs, start_method="forkserver", **settings)
     agent.store = store  # kept open as long as there is somebody to ask it
     return agent
+
+
+def asked_beside(ask: Callable[[], int]) -> Callable[[], int]:
+    """Have the agent ask another machine in a thread, and take 0 for an answer until there is one.
+
+    Where the network is cut, that takes minutes, in which it would neither see that a rank has
+    failed nor heed a signal.
+    """
+    coming: list[Future[int]] = []
+
+    def wait_for(answer: Future[int]) -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    def look() -> int:
+        if not coming:
+            coming.append(Future())
+            threading.Thread(target=wait_for, args=coming, daemon=True).start()
+        wait(coming, ANSWER_S)
+        return coming.pop().result() if coming[0].done() else 0
+
+    return look
 
 
 def _if_known(kind: type, **settings: Any) -> dict[str, Any]:
@@ -325,7 +376,8 @@ class Failure:
             where = ", ".join([f"rank {self.rank} on {self.told['host']}", *notes])
             lines += [self.told["traceback"].rstrip(), f"lockstep: {where}: {self.told['error']}"]
         elif self.killed_by:
-            lines += [f"lockstep: rank {self.rank} was ended by {self.killed_by}"]
+            why = ", as the kernel does when memory runs out" * (self.killed_by == "SIGKILL")
+            lines += [f"lockstep: rank {self.rank} was ended by {self.killed_by}{why}"]
         elif self.code not in FINAL_CODES:
             lines += [f"lockstep: rank {self.rank} ended with exit code {self.code}"]
         if is_loop:
@@ -342,8 +394,7 @@ class Failure:
 def first_failure(context: Any, first_rank: int, codes: Sequence[int]) -> Failure:
     """Find the rank that failed before the others did, which failed because of it.
 
-    `codes` are the exit codes of before the agent ended those that were left, which it kills
-    where they do not heed it.
+    `codes` are the exit codes of before those that were left are ended.
     """
     for local, code in enumerate(codes):
         if code < 0 and code != -signal.SIGTERM:
@@ -364,7 +415,7 @@ def where_others_are(context: Any, first_rank: int, codes: Sequence[int]) -> str
     """
     files = context.error_files.values()
     records = filter(None, (read_record(Path(file).parent / RECORD) for file in files))
-    in_vain = any(re.search("timed? ?out", record["error"], re.I) for record in records)
+    in_vain = any(re.search("timed? ?out(?!_s)", record["error"], re.I) for record in records)
     # NCCL's watchdog ends a process with SIGABRT.
     return where_ranks_are(context, first_rank) if in_vain or -signal.SIGABRT in codes else ""
 
@@ -383,6 +434,9 @@ def where_ranks_are(context: Any, first_rank: int) -> str:
     time.sleep(ANSWER_S)
     text = ""
     for rank, (_, place) in left.items():
+        if rank - first_rank in context._return_values:
+            text += f"lockstep: rank {rank} was not there: its script had come to its end, with 0\n"
+            continue
         frames = place.read_text().splitlines()[1 : 1 + FRAMES]
         text += f"lockstep: rank {rank} had not ended; it was at\n"
         text += "".join(f"{frame}\n" for frame in frames or ["  (no answer: stopped or gone)"])

@@ -27,6 +27,7 @@ STEP_FIELDS: dict[str, Callable[[float], str]] = {
     "grad_norm": "grad {:.3g}".format,
     "samples_per_second": lambda rate: f"{rate:.{0 if rate >= 10 else 2}f} samples/s",
     "data_wait_share": "data wait {:.0%}".format,
+    "data_wait_rank": "on rank {}".format,
 }
 LINES = {
     "resume": "resumed at step {step} from {path}",
