@@ -144,7 +144,7 @@ class RunConfig(BaseModel):
         if self.compile == "graphs" and self.parallel == "fsdp":
             raise ValueError("graphs replay fixed places, fsdp gathers anew: set compile to true")
         if self.exact and self.sync_batch_norm:
-            raise ValueError("exact normalises a micro-batch, sync_batch_norm all: set one to false")
+            raise ValueError("exact normalises a micro-batch, sync_batch_norm all: turn one off")
         return self
 
     @classmethod

@@ -317,7 +317,7 @@ def test_a_stream_that_knows_its_rank_is_seen(tmp_path: Path) -> None:
         (OwnBuffer(), {}, "the forward pass changes seen"),
         (OwnStatistics(), {}, "the forward pass changes 2.running_mean, 2.running_var"),
         (Unannounced(), {}, "gathers = True"),
-        (Mlp(), {"sync_batch_norm": True}, "set one of the two to false"),
+        (Mlp(), {"sync_batch_norm": True}, "turn one off"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(
