@@ -24,7 +24,7 @@ from lockstep.meeting import Meeting, meet
 from lockstep.memory import fit_together
 from lockstep.non_finite import begin_momentum, divide, move
 from lockstep.numerics import weights_cast_once
-from lockstep.parallel import bare, begin_exchanges, local_gradients
+from lockstep.parallel import bare, begin_exchanges, check_exchanged, local_gradients
 from lockstep.progress import StepReport, names_of, number, row_of
 from lockstep.randomness import seed_others, seed_torch
 from lockstep.runtime import World
@@ -154,6 +154,7 @@ class _Backward:
             names = names_of(own, names if rows else None)
             rows.append(row_of(own, names))
             units = None if units is None or isinstance(own.weight, Tensor) else units + own.weight
+        check_exchanged(self.model)
         return rows, names, units
 
     def part(
