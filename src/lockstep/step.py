@@ -69,18 +69,16 @@ def train_step(
     """
     totals = all_weights(weights, batch, world, seed, leaf_sum) if weights else {}
     work = _Backward(loss, model, batch, world, totals, seed, autocast, scaler, leaf_sum)
-    try:
-        rows, names, units = fit_together(work, model, world) if agree_on_memory else work()
-    except BaseException:
-        optimizer.zero_grad(set_to_none=True)  # or a loop that goes on would add to half a step
-        raise
+    moved = [p for group in optimizer.param_groups for p in group["params"]]  # no walk of modules
+    for parameter in moved:
+        parameter.grad = None  # or what half a step, or another network's loss, left would add
+    rows, names, units = fit_together(work, model, world) if agree_on_memory else work()
 
     if leaf_sum:
         sums = leaf_sum.total(rows, batch)
         leaf_sum.finish()
     if scaler:
         scaler.unscale_(optimizer)
-    moved = (p for group in optimizer.param_groups for p in group["params"])  # no walk of modules
     grads = [p.grad for p in moved if p.grad is not None]
     grads = held(grads) if is_sharded(model) else grads
     if leaf_sum:
