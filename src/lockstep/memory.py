@@ -57,9 +57,7 @@ def fit_together(work: Callable[[], Passes], model: nn.Module, world: World) -> 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Say whether memory was lacking, on a GPU or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "CPUAllocator" in str(error)
 
 
 def halve(run: "Run", problem: str, events: "EventLog") -> None:

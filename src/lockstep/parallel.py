@@ -147,10 +147,9 @@ def check_exchanged(model: nn.Module) -> None:
             return
         problem = "no gradient was averaged: the loss calls not the model, but what is in it"
     except RuntimeError as error:
-        told = str(error).partition("grad for rank")[2].partition("\n")[0].split()[1:]
+        told = str(error).partition("grad for rank")[2].partition("\n")[0].split()[1:9]
         named = [name for name, p in model.module.named_parameters() if p.requires_grad]
-        lacking = ", ".join(named[int(index)] for index in told[:8]) or "some parameters"
-        problem = f"the last micro-batch has no gradient for {lacking}"
+        problem = "a micro-batch has no gradient for " + ", ".join(named[int(i)] for i in told)
     remedy = "to call the model itself; to freeze what is never used; to add 0 * p.sum() of others"
     raise ConfigError(f"{problem}; ranks would each go their own way", remedy)
 

@@ -147,9 +147,9 @@ class _Backward:
             meeting = meetings[index] if meetings else None
             with nullcontext() if index == last else local_gradients(self.model), keeping:
                 own = self.part(self.model, micro_batch, meeting)
+                names = names_of(own, names if rows else None)
                 total = own.loss_sum + meeting.owed if meeting else own.loss_sum
                 (self.scaler.scale(total) if self.scaler else total).backward()  # type: ignore[no-untyped-call]
-            names = names_of(own, names if rows else None)
             rows.append(row_of(own, names))
             units = None if units is None or isinstance(own.weight, Tensor) else units + own.weight
         check_exchanged(self.model)
