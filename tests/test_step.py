@@ -175,7 +175,7 @@ def test_parts_that_differ_within_a_step_are_refused() -> None:
         train_step(loss, model, optimizer, first_batch(), FakeWorld())
 
 
-def test_a_step_that_fails_leaves_no_gradient_behind() -> None:
+def test_a_step_begins_without_the_gradients_of_one_that_failed_or_of_another_loss() -> None:
     model, optimizer = build()
 
     def loss(model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
@@ -183,9 +183,13 @@ def test_a_step_that_fails_leaves_no_gradient_behind() -> None:
             raise ZeroDivisionError
         return TinyTask().loss(model, batch, context)
 
+    batch = first_batch()
+    gradient, before = true_gradient(model, batch), flat(model)
     with pytest.raises(ZeroDivisionError):
-        train_step(loss, model, optimizer, first_batch(), FakeWorld())
-    assert [p.grad for p in model.parameters() if p.grad is not None] == []
+        train_step(loss, model, optimizer, batch, WORLD)
+    model(batch.micro_batches[0].data["x"]).sum().backward()  # as a generator's loss leaves some
+    train_step(TASK.loss, model, optimizer, batch, WORLD)
+    assert torch.allclose(before - flat(model), gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -223,3 +227,24 @@ def test_a_weight_is_cast_once_a_step_and_not_once_a_micro_batch() -> None:
     assert casts[1] - casts[0] == (num_passes - 1) * num_weights
     assert torch.autocast_increment_nesting() == 1, "nothing is kept after the step"
     torch.autocast_decrement_nesting()
+
+
+@pytest.mark.parametrize("made", [None, 1.5, {"loss": 1}, torch.ones(()), torch.ones(2).log()])
+def test_what_is_no_loss_is_refused(made: Any) -> None:
+    with pytest.raises(ConfigError, match="not one number with a gradient"):
+        step(lambda *_: made)
+
+
+def test_a_loss_and_its_weight_may_be_tensors_of_one_element() -> None:
+    def loss(*args: Any) -> PartialLoss:
+        made = TASK.loss(*args)
+        return PartialLoss(made.loss_sum[None], torch.as_tensor(made.weight)[None])
+
+    _, gradient, moved = step(loss)
+    assert torch.allclose(moved, gradient)
+
+
+def test_complex_gradients_are_divided_beside_real_ones() -> None:
+    grads = [torch.full((2,), 2 + 4j), torch.full((2,), 6.0)]
+    divide(grads, torch.tensor(2.0, dtype=torch.float64))
+    assert [grad[0].item() for grad in grads] == [1 + 2j, 3.0]

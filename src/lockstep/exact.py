@@ -196,7 +196,7 @@ class LeafSum:
             for node, value in zip(nodes, received.view(-1, length), strict=True):
                 whole.add(node, [value])
             (own.piece,) = whole.total
-            return own.buffer
+            return bucket.buffer()
 
         return arrival.then(add_up)
 
@@ -213,11 +213,11 @@ class Bucket:
 
     @classmethod
     def of(cls, grads: GradBucket) -> "Bucket":
-        """Describe what torch hands to a communication hook."""
-        buffer, start = grads.buffer(), grads.buffer().storage_offset()
-        offsets = [view.storage_offset() - start for view in grads.gradients()]
-        pairs = zip(grads.parameters(), offsets, strict=True)
-        return cls(buffer, [(p, (p.shape, _strides(p), offset)) for p, offset in pairs])
+        """Describe what torch hands to a communication hook: complex numbers in pairs of others."""
+        buffer, trained = grads.buffer(), grads.parameters()
+        offsets = [view.storage_offset() - buffer.storage_offset() for view in grads.gradients()]
+        places = [(p, (p.shape, _strides(p), k)) for p, k in zip(trained, offsets, strict=True)]
+        return cls(buffer.view(trained[0].dtype), places)
 
     def laid_out(self, by_parameter: dict[int, Tensor]) -> Tensor:
         """Return gradients as one tensor, laid out as the buffer is."""

@@ -3,6 +3,7 @@
 Owns: how ranks agree that it did not fit, and the smaller pieces. Does not own: the step.
 """
 
+import gc
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.agreement import raise_together
-from lockstep.errors import ConfigError, OutOfMemoryError
-from lockstep.parallel import answer_exchanges
+from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError
+from lockstep.parallel import answer_exchanges, bare
 from lockstep.runtime import World
 
 if TYPE_CHECKING:
@@ -25,18 +26,20 @@ Passes = tuple[list[Tensor], list[str], float | None]
 
 
 def fit_together(work: Callable[[], Passes], model: nn.Module, world: World) -> Passes:
-    """Do `work`; if it does not fit in memory on one rank, fail on all alike. Collective.
+    """Do `work`; if it does not fit in memory on one rank, or cannot work, fail on all alike.
 
-    The rank that failed first answers the exchanges the others are still waiting in.
+    Collective. The rank that failed first answers the exchanges the others are still waiting in.
     In passing ranks compare the names of their parts: numbers are to be added up by place.
     """
-    problem = ""
+    problem: LockstepError | None = None
     try:
         result = work()
+    except ConfigError as error:
+        problem = error
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        problem = str(error).splitlines()[0]
+        problem = OutOfMemoryError(str(error).splitlines()[0], "a smaller batch_size")
     # Outside of the handler: inside, the error still holds what filled the memory.
     if problem:
         model.zero_grad(set_to_none=True)
@@ -44,21 +47,17 @@ def fit_together(work: Callable[[], Passes], model: nn.Module, world: World) -> 
     label = 0 if problem else zlib.crc32(repr(result[1]).encode())
     failed, highest, lowest = world.all_max(int(bool(problem)), label, -label)
     if failed:
-        raise_together(
-            world, OutOfMemoryError(problem, "a smaller batch_size") if problem else None
-        )
+        raise_together(world, problem)
     if highest != -lowest:
         said = " and ".join(sorted(set(world.all_texts(", ".join(result[1]) or "none"))))
-        problem = f"ranks have different parts of the loss in one step: {said}"
-        raise ConfigError(problem, "the same on all, with a sum and a weight of 0 for nothing")
+        differ = f"ranks have different parts of the loss in one step: {said}"
+        raise ConfigError(differ, "the same on all, with a sum and a weight of 0 for nothing")
     return result
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Say whether memory was lacking, on a GPU or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "CPUAllocator" in str(error)
 
 
 def halve(run: "Run", problem: str, events: "EventLog") -> None:
@@ -76,6 +75,8 @@ def halve(run: "Run", problem: str, events: "EventLog") -> None:
     halved = replace(plan, halvings=plan.halvings + 1)
     run.contract, run.loader.plan = replace(run.contract, plan=halved), halved
     run.loader.seek(step, run.progress.consumed)
+    run.model = bare(run.model)
+    gc.collect()  # the error may hold the old replica, which would still take gradients
     run.replicate()
     message = (
         f"step {step + 1} did not fit in memory ({problem}): taken again, and on from here, in "

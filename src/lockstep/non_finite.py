@@ -61,7 +61,8 @@ def move(
 
 def divide(grads: list[Tensor], divisor: Tensor) -> None:
     """Divide all gradients in place; half precision would not hold the divisor."""
-    torch._foreach_div_(grads, divisor.to(torch.promote_types(grads[0].dtype, torch.float32)))
+    kind = torch.promote_types(grads[0].dtype.to_real(), torch.float32)
+    torch._foreach_div_(grads, divisor.to(kind))
 
 
 def begin_momentum(optimizer: Optimizer) -> None:

@@ -6,7 +6,7 @@ ranks (`sharding.py`): it has no wrapper, and averages gradients after every mic
 """
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.errors import ConfigError
 from lockstep.exact import LeafSum
 from lockstep.runtime import GradBucket, World
 from lockstep.sharding import is_sharded
@@ -136,6 +137,23 @@ def begin_exchanges(model: nn.Module) -> None:
         model.exchanges.num_sent = 0  # type: ignore[union-attr]
 
 
+def check_exchanged(model: nn.Module) -> None:
+    """Refuse a backward pass that has left gradients, and so would leave weights, a rank's own."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    try:
+        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        if model.exchanges.num_sent:  # type: ignore[union-attr]
+            return
+        problem = "no gradient was averaged: the loss calls not the model, but what is in it"
+    except RuntimeError as error:
+        told = str(error).partition("grad for rank")[2].partition("\n")[0].split()[1:9]
+        named = [name for name, p in model.module.named_parameters() if p.requires_grad]
+        problem = "a micro-batch has no gradient for " + ", ".join(named[int(i)] for i in told)
+    remedy = "to call the model itself; to freeze what is never used; to add 0 * p.sum() of others"
+    raise ConfigError(f"{problem}; ranks would each go their own way", remedy)
+
+
 def answer_exchanges(model: nn.Module) -> None:
     """Take part, with zeros, in what is left of a backward pass that failed on this rank.
 
@@ -144,7 +162,8 @@ def answer_exchanges(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel):
         exchange: Any = model.exchanges
         exchange.has_failed = True
-        model.reducer._rebuild_buckets()  # part of the second step's forward pass
+        with suppress(RuntimeError):  # a backward pass has begun: it is done
+            model.reducer._rebuild_buckets()  # part of the second step's forward pass
         for bucket in model.reducer._get_zeros_like_grad_buckets()[exchange.num_sent :]:
             model.reducer._run_comm_hook(bucket).wait()
 

@@ -64,15 +64,17 @@ def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
     """Return the names of a loss's parts; those of the micro-batch `before` must be the same.
 
     Raises:
-        ConfigError: they are not, and could not be added up.
+        ConfigError: they are not, and could not be added up; or it is no loss.
     """
+    loss = getattr(part, "loss_sum", part)
+    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+        problem = f"the loss of a micro-batch is {loss!r:.80}, not one number with a gradient"
+        raise ConfigError(problem, "a mean, or a PartialLoss; 0 * output.sum() where there is none")
     names = sorted(part.parts)
     if before is not None and names != before:
         said = " and ".join(", ".join(one) or "none" for one in (before, names))
-        raise ConfigError(
-            f"two micro-batches of a step have different parts of the loss: {said}",
-            "the same for each, with a sum and a weight of 0 where there is nothing",
-        )
+        problem = f"two micro-batches of a step have different parts of the loss: {said}"
+        raise ConfigError(problem, "the same for each, with a sum and a weight of 0 for nothing")
     return names
 
 
@@ -147,7 +149,7 @@ class Progress:
 def number(value: Tensor | float, device: torch.device) -> Tensor:
     """Return a number as float64 on the device, without waiting for it."""
     if isinstance(value, Tensor):
-        return value.detach().to(device, torch.float64)
+        return value.detach().to(device, torch.float64).reshape(())
     return _constant(value, device)
 
 

@@ -24,7 +24,7 @@ from lockstep.meeting import Meeting, meet
 from lockstep.memory import fit_together
 from lockstep.non_finite import begin_momentum, divide, move
 from lockstep.numerics import weights_cast_once
-from lockstep.parallel import bare, begin_exchanges, local_gradients
+from lockstep.parallel import bare, begin_exchanges, check_exchanged, local_gradients
 from lockstep.progress import StepReport, names_of, number, row_of
 from lockstep.randomness import seed_others, seed_torch
 from lockstep.runtime import World
@@ -69,18 +69,16 @@ def train_step(
     """
     totals = all_weights(weights, batch, world, seed, leaf_sum) if weights else {}
     work = _Backward(loss, model, batch, world, totals, seed, autocast, scaler, leaf_sum)
-    try:
-        rows, names, units = fit_together(work, model, world) if agree_on_memory else work()
-    except BaseException:
-        optimizer.zero_grad(set_to_none=True)  # or a loop that goes on would add to half a step
-        raise
+    moved = [p for group in optimizer.param_groups for p in group["params"]]  # no walk of modules
+    for parameter in moved:
+        parameter.grad = None  # or what half a step, or another network's loss, left would add
+    rows, names, units = fit_together(work, model, world) if agree_on_memory else work()
 
     if leaf_sum:
         sums = leaf_sum.total(rows, batch)
         leaf_sum.finish()
     if scaler:
         scaler.unscale_(optimizer)
-    moved = (p for group in optimizer.param_groups for p in group["params"])  # no walk of modules
     grads = [p.grad for p in moved if p.grad is not None]
     grads = held(grads) if is_sharded(model) else grads
     if leaf_sum:
@@ -149,11 +147,12 @@ class _Backward:
             meeting = meetings[index] if meetings else None
             with nullcontext() if index == last else local_gradients(self.model), keeping:
                 own = self.part(self.model, micro_batch, meeting)
+                names = names_of(own, names if rows else None)
                 total = own.loss_sum + meeting.owed if meeting else own.loss_sum
                 (self.scaler.scale(total) if self.scaler else total).backward()  # type: ignore[no-untyped-call]
-            names = names_of(own, names if rows else None)
             rows.append(row_of(own, names))
             units = None if units is None or isinstance(own.weight, Tensor) else units + own.weight
+        check_exchanged(self.model)
         return rows, names, units
 
     def part(

@@ -421,3 +421,33 @@ def test_optimizer_state_comes_back_in_the_layout_of_its_parameter(tmp_path: Pat
     assert any(not kernel.is_contiguous() for kernel in kernels)
     for kernel in kernels:
         assert task.made.state[kernel]["exp_avg"].stride() == kernel.stride()
+
+
+class Wave(nn.Module):
+    """Two complex parameters, in one bucket, and a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((6, 5), (5, 3))
+        self.first, self.second = (nn.Parameter(torch.randn(s) + 1j * torch.randn(s)) for s in sizes)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.first.dtype) @ self.first @ self.second).abs() * self.scale
+
+
+class Complex(Mlp):
+    def build_model(self) -> nn.Module:
+        return Wave()
+
+
+def test_complex_parameters_have_the_same_bits_on_several_ranks(tmp_path: Path) -> None:
+    def end(folder: Path) -> str:
+        batch = {"batch_size": 4, "global_batch_size": 16}
+        values = {"output_dir": str(folder), "max_steps": 3, "exact": True, "device": "cpu"}
+        fit(Complex(), RunConfig.parse({**values, "batch": batch, "rate": {"lr": 0.01}}))
+        path = next(folder.glob("checkpoints/step_*/model.safetensors"))
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    ends = {run_ranks(num_ranks, end, tmp_path / str(num_ranks))[0] for num_ranks in (1, 3)}
+    assert len(ends) == 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep import RunConfig, fit, read_events
 from lockstep.checkpoint import CheckpointStore
 from lockstep.errors import ConfigError, NonFiniteError, OutOfMemoryError
+from lockstep.parallel import bare
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask, run_ranks
 
@@ -48,7 +49,12 @@ class Hungry(TinyTask):
     def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
         here = context.step >= self.at_step and context.world.rank == self.rank
         when = self.when if here and len(batch["x"]) > self.most else ""
+        when = "" if when == "midway" and context.place < 3 else when
+        if when == "midway":  # the last layer's gradients are on their way by then
+            hook = bare(model)[1].register_forward_hook(lambda *a: Exhaust.apply(a[2], "backward"))
         made = super().loss(model, {**batch, "x": batch["x"]}, context)
+        if when == "midway":
+            hook.remove()
         return PartialLoss(Exhaust.apply(made.loss_sum, when), made.weight, made.parts)
 
 
@@ -187,11 +193,47 @@ def test_parts_that_differ_between_ranks_are_refused(
     assert all(said in problem for problem in run_ranks(2, refused))
 
 
+class Elusive(TinyTask):
+    """Leaves gradients where the other ranks do not get them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(num_samples=8, num_held_out=0)
+        self.how = how
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        if self.how == "inside":
+            return super().loss(getattr(model, "module", model), batch, context)
+        made = super().loss(model, batch, context)
+        if self.how == "everywhere" or context.world.rank:
+            return PartialLoss(list(model.parameters())[-1].sum(), made.weight, made.parts)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("how", "exact", "said"),
+    [
+        ("inside", False, "the loss calls not the model"),
+        ("everywhere", False, "no gradient for 0.weight, 0.bias, 3.weight;"),
+        ("on one rank", True, "rank 1: a micro-batch has no gradient for 0.weight"),
+    ],
+)
+def test_gradients_that_do_not_reach_other_ranks_are_refused(
+    how: str, exact: bool, said: str, tmp_path: Path
+) -> None:
+    def refused() -> str:
+        batch = {"batch_size": 4, "global_batch_size": 8}
+        with pytest.raises(ConfigError) as caught:
+            fit(Elusive(how), config_for(tmp_path, batch=batch, exact=exact, max_steps=1))
+        return caught.value.problem
+
+    assert all(said in problem for problem in run_ranks(2, refused))
+
+
 # --- Memory -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", ["forward", "midway"])
 def test_a_rank_out_of_memory_goes_on_with_half(when: str, exact: bool, tmp_path: Path) -> None:
     """It was one rank's trouble; all drop the step, take it again, and end where they would."""
     straight, hit = tmp_path / "straight", tmp_path / "hit"

@@ -242,7 +242,9 @@ def test_a_rank_that_ends_before_it_is_asked_does_not_end_the_launcher(tmp_path:
     (tmp_path / "place.txt").touch()
     processes = [SimpleNamespace(pid=gone.pid, exitcode=None)]  # it was a moment ago
     context = SimpleNamespace(
-        error_files={0: str(tmp_path / "error.json")}, _pc=SimpleNamespace(processes=processes)
+        error_files={0: str(tmp_path / "error.json")},
+        _pc=SimpleNamespace(processes=processes),
+        _return_values={},
     )
     said = where_others_are(context, 1, [-signal.SIGABRT])
     assert said.splitlines()[0] == "lockstep: rank 1 had not ended; it was at"
