@@ -221,7 +221,8 @@ def test_a_rank_that_is_stuck_alone_on_its_machine_is_told_of_there(
 ) -> None:
     monkeypatch.setattr(local, "LEFT_S", 0.5)
     script = tmp_path / "stuck.py"
-    script.write_text(STUCK.replace('os.environ["RANK"] == "1"', 'os.environ["IS_STUCK"] == "yes"'))
+    where = STUCK.replace('os.environ["RANK"] == "1"', 'os.environ["IS_STUCK"] == "yes"')
+    script.write_text(where.replace("SIG_IGN", "SIG_DFL"))
     words = (*LAUNCH, "1", "--nodes", "2", "--head", f"localhost:{free_port()}", "--node-rank")
     # Machines meet on the first, which is there for as long as its own rank is.
     stuck = start(*words, "0", script, env={"IS_STUCK": "yes"})
