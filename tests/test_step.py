@@ -229,6 +229,24 @@ def test_a_weight_is_cast_once_a_step_and_not_once_a_micro_batch() -> None:
     torch.autocast_decrement_nesting()
 
 
+def test_a_weight_that_the_loss_changes_is_cast_anew() -> None:
+    """As an average of the weights is, that a loss keeps for itself and has not frozen."""
+
+    def loss(model: nn.Module, data: dict[str, Tensor], context: Context) -> PartialLoss:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        return TASK.loss(model, {name: value.float() for name, value in data.items()}, context)
+
+    def moved(*, keeps: bool) -> Tensor:
+        model, optimizer = build()
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps)
+        train_step(loss, model.float(), optimizer, first_batch(), WORLD, autocast=autocast)
+        return flat(model)
+
+    assert torch.equal(moved(keeps=True), moved(keeps=False))
+
+
 @pytest.mark.parametrize("made", [None, 1.5, {"loss": 1}, torch.ones(()), torch.ones(2).log()])
 def test_what_is_no_loss_is_refused(made: Any) -> None:
     with pytest.raises(ConfigError, match="not one number with a gradient"):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
@@ -55,6 +56,17 @@ def weights_cast_once() -> Iterator[None]:
     finally:
         if not torch.autocast_decrement_nesting():
             torch.clear_autocast_cache()
+
+
+def drop_stale_casts(model: nn.Module, cast_at: int) -> int:
+    """Forget cast weights if a weight has changed since, and return how often any has.
+
+    A loss may change some in place: a teacher's, for instance.
+    """
+    changes = sum(parameter._version for parameter in model.parameters())
+    if changes != cast_at:
+        torch.clear_autocast_cache()
+    return changes
 
 
 def raise_if_not_deterministic(error: RuntimeError) -> None:

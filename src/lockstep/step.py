@@ -23,7 +23,7 @@ from lockstep.exact import LeafSum
 from lockstep.meeting import Meeting, meet
 from lockstep.memory import fit_together
 from lockstep.non_finite import begin_momentum, divide, move
-from lockstep.numerics import weights_cast_once
+from lockstep.numerics import drop_stale_casts, weights_cast_once
 from lockstep.parallel import bare, begin_exchanges, check_exchanged, local_gradients
 from lockstep.progress import StepReport, names_of, number, row_of
 from lockstep.randomness import seed_others, seed_torch
@@ -142,7 +142,9 @@ class _Backward:
         meetings = []
         if leaf_sum and leaf_sum.gathers:
             meetings = meet(self.part, bare(self.model), self.batch, self.world)
+        cast_at = -1
         for index, micro_batch in enumerate(self.batch.micro_batches):
+            cast_at = drop_stale_casts(self.model, cast_at) if self.autocast else -1
             keeping = leaf_sum.leaf(micro_batch, index == last) if leaf_sum else nullcontext()
             meeting = meetings[index] if meetings else None
             with nullcontext() if index == last else local_gradients(self.model), keeping:

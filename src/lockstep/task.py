@@ -160,9 +160,7 @@ class Task:
     def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss | Tensor:
         """Return the summed loss of a micro-batch and its weight.
 
-        A plain scalar is taken as a mean over the samples of the micro-batch. Where autocast
-        casts weights, it does so once a step: one that the loss changes in place (a teacher's) is
-        seen by the step's other micro-batches as it was, unless `requires_grad` is off.
+        A plain scalar is taken as a mean over the samples of the micro-batch.
         """
         raise NotImplementedError
 
