@@ -28,6 +28,7 @@ TIMES = {
     "samples_per_second",
     "step_time_s",
     "data_wait_share",
+    "data_wait_rank",
     "local_step_time_s",
     "local_data_wait_share",
     "local_stall_s",

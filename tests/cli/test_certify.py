@@ -124,7 +124,6 @@ ON_OTHER_RANKS = {
     "RateByWorld": ("learning rate", "step 1: learning rate 0.08 instead of 0.04"),
     "DecayByWorld": ("optimizer", "step 2, micro-batch 0: weights that rounding does not explain"),
     "OneRanksWeight": ("ranks apart", "step 2: rank 1 has another 0.weight than rank 0"),
-    "Bypassed": ("ranks apart", "step 1: rank 1 has another "),
     "DetachedGather": ("gradient reduction", "step 1: the same losses, and a gradient of norm "),
 }
 

@@ -333,13 +333,6 @@ class OneRanksWeight(Sound):
         return super().loss(model, batch, context)
 
 
-class Bypassed(Sound):
-    """Calls the bare model, so that gradients never meet."""
-
-    def loss(self, model, batch, context):
-        return super().loss(bare(model), batch, context)
-
-
 class Gathering(Sound):
     """Compares the samples of all ranks, rightly."""
 

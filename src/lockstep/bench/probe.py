@@ -134,6 +134,7 @@ class Probe:
             devices: Any = [world.device] if world.device.type == "cuda" else None
             kept: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
             kept.set_result(bucket.buffer())
+            own.num_sent += 1
             return kept
 
         parallel.Averaging.exchange = maybe  # type: ignore[method-assign,assignment]
