@@ -144,7 +144,7 @@ class _Backward:
             meetings = meet(self.part, bare(self.model), self.batch, self.world)
         cast_at = -1
         for index, micro_batch in enumerate(self.batch.micro_batches):
-            cast_at = drop_stale_casts(self.model, cast_at) if self.autocast else -1
+            cast_at = drop_stale_casts(self.model, cast_at) if self.autocast and last else -1
             keeping = leaf_sum.leaf(micro_batch, index == last) if leaf_sum else nullcontext()
             meeting = meetings[index] if meetings else None
             with nullcontext() if index == last else local_gradients(self.model), keeping:

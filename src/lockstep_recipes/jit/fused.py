@@ -96,7 +96,7 @@ def column_sum(partial: Tensor) -> Tensor:
 
 # --- Weights in low precision -----------------------------------------------------------------
 # Left to autocast, compiled code copies each weight, bias and gradient by itself, and weights
-# again in the backward pass: 200 launches a step.
+# again in the backward pass.
 
 
 @torch.library.custom_op("lockstep_jit::recast", mutates_args=())
