@@ -1,7 +1,7 @@
 """What decides the bits of a computation beside its inputs: threads, kernels, versions.
 
 Owns: making kernels repeat themselves, how long cast weights are kept, and the fingerprint that
-says under which the bits were made. Does not own: the order in which ranks add; that is `exact.py`'s.
+says under which the bits were made. Does not own: the order in which ranks add (`exact.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
