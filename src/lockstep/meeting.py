@@ -62,7 +62,6 @@ def meet(part: Part, model: nn.Module, batch: "StepBatch", world: World) -> list
     for micro_batch, meeting in pairs:
         with torch.no_grad():
             part(model, micro_batch, meeting)
-        torch.clear_autocast_cache()  # weights cast without a gradient would never get one
         meeting.length = len(meeting.rows[0]) if meeting.rows and micro_batch.counts else 0
     wholes = []
     for all_rows in zip(*(meeting.rows for meeting in meetings), strict=True):
