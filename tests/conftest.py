@@ -89,7 +89,12 @@ def no_launcher() -> Iterator[None]:
 # --- Leak police -------------------------------------------------------------
 
 # Set by pytest for each phase of a test, or by torch when it first compiles.
-UNPOLICED_NAMES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+UNPOLICED_NAMES = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_PTXAS_PATH",
+}
 # Kept by Python and torch for the life of the process that first needed them.
 UNPOLICED_COMMANDS = (
     "multiprocessing.resource_tracker",

@@ -92,6 +92,20 @@ def test_a_saved_average_goes_on_as_if_never_stopped() -> None:
         assert torch.equal(p, resumed.state(0.9)[name])
 
 
+def test_several_averages_move_each_as_if_alone() -> None:
+    model = build_model()
+    decays = 0.05, 0.5, 0.9
+    together = Averages(model, decays)
+    alone = [Averages(model, (decay,)) for decay in decays]
+    for step in range(1, 5):
+        move(model, step)
+        for averages in (together, *alone):
+            averages.update(step)
+    for decay, one in zip(decays, alone, strict=True):
+        for name, weight in one.state(decay).items():
+            assert torch.equal(together.state(decay)[name], weight), (decay, name)
+
+
 def test_frozen_weights_are_not_averaged() -> None:
     model = build_model()
     model[0].requires_grad_(False)

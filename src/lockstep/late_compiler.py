@@ -59,9 +59,11 @@ def _call(method: Callable[..., Any], function: Callable[..., Any], *args: Any, 
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
-    """Return its step without what torch wraps around it; None if not torch's own, or watched."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    """Return its step without what torch wraps around it.
+
+    None if it is not torch's own, or somebody may look at the gradients before it does.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
     if type(optimizer) not in (Adam, AdamW, SGD) or "step" in vars(optimizer) or hooks:
         return None
     layers, bare = [], cast(Any, type(optimizer).step)
@@ -75,7 +77,8 @@ def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
 def step(optimizer: Optimizer) -> None:
     """Do as `optimizer.step()`, which imports the compiler to tell it that a graph ends here."""
     bare, name = bare_step(optimizer), type(optimizer).__name__
-    if COMPILER in sys.modules or bare is None:
+    told = optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks
+    if COMPILER in sys.modules or bare is None or told:
         optimizer.step()
         return
     named = torch.autograd.profiler.record_function(f"Optimizer.step#{name}.step")

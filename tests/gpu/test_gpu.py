@@ -220,7 +220,11 @@ def test_a_bad_number_freezes_the_gpu_s_weights_until_it_is_noticed(tmp_path: Pa
 class Clipped(TinyTask):
     """Float32 weights under a fused optimizer, which may divide the gradients itself."""
 
-    is_watched = False
+    def __init__(self, is_watched: bool) -> None:
+        super().__init__()
+        self.is_watched = is_watched
+        self.before: list[Tensor] = []
+        self.after: list[Tensor] = []
 
     def build_model(self) -> nn.Module:
         return super().build_model().float()
@@ -232,19 +236,27 @@ class Clipped(TinyTask):
     def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
         if self.is_watched:  # somebody looks at the gradients: they are divided before
-            optimizer.register_step_pre_hook(lambda *_: None)
+            optimizer.register_step_pre_hook(lambda *_: self.before.append(norm_of(model)))
+        optimizer.register_step_post_hook(lambda *_: self.after.append(norm_of(model)))
         return optimizer
+
+
+def norm_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
 
 
 def test_gradients_divided_in_the_optimizer_or_before_it_move_the_weights_alike(
     tmp_path: Path,
 ) -> None:
-    watched = Clipped()
-    watched.is_watched = True
-    train(tmp_path / "inside", Clipped(), max_grad_norm=0.5)
+    watched, alone = Clipped(is_watched=True), Clipped(is_watched=False)
+    train(tmp_path / "inside", alone, max_grad_norm=0.5)
     train(tmp_path / "before", watched, max_grad_norm=0.5)
     for name, weight in weights(tmp_path / "before").items():
         torch.testing.assert_close(weights(tmp_path / "inside")[name], weight, rtol=0, atol=1e-5)
+    assert len(alone.after) == len(watched.before) == 8
+    for seen in (watched.before, watched.after, alone.after):
+        torch.testing.assert_close(torch.stack(seen), torch.stack(watched.before))
+    assert 0.4 < max(watched.before) < 0.5001
 
 
 if __name__ == "__main__":

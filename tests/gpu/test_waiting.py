@@ -15,7 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 from test_exact import COMMANDS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+]
 FIRST = 2
 """Steps that may wait: kernels are chosen, tables travel."""
 

@@ -66,7 +66,7 @@ class Trace:
         self.began = 0.0
         activity = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
         steps = schedule(wait=0, warmup=1, active=TRACED_STEPS, repeat=1)
-        self.profile = profile(activities=[activity], schedule=steps)
+        self.profile = profile(activities=[activity], schedule=steps, acc_events=True)
 
     def next_step(self, number: int) -> None:
         """Note that step `number` begins, of TRACE_STEPS; then, that the last is over."""

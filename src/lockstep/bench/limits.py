@@ -77,7 +77,8 @@ def update_bytes(run: Run) -> int:
             states = run.optimizer.state.get(parameter, {}).values()
             large = [v for v in states if isinstance(v, Tensor) and v.dim()]
             moved += 3 * _bytes([parameter]) + 2 * _bytes(large)
-    return moved + sum(3 * _bytes(copies) for copies in run.averages.copies.values())
+    averages = [_bytes(copies) for copies in run.averages.copies.values()]
+    return moved + 2 * sum(averages) + max(averages, default=0)
 
 
 def _bytes(tensors: list[Any]) -> int:

@@ -123,20 +123,26 @@ def _back_recast(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor], None]
 recast.register_autograd(_back_recast, setup_context=_save_recast)
 
 
-def layers_of(block: "Block") -> tuple[list[Tensor], list[Tensor]]:
-    """Return weights and biases of the block's five layers, as autocast would have them.
+def layers_of(blocks: Sequence["Block"]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Return weights and biases of each block's five layers, as autocast would have them.
 
     The biases without a gradient: all but the first layer's get theirs another way.
     """
-    feed, layer = block.mlp, block.attention
-    layers = block.modulation, layer.qkv, layer.out, feed.gate_and_value, feed.out
-    weights = [layer.weight for layer in layers] + [layers[0].bias]
-    biases = [layer.bias.detach() for layer in layers[1:]]
+    weights, biases = list[Tensor](), list[Tensor]()
+    for block in blocks:
+        feed, layer = block.mlp, block.attention
+        layers = block.modulation, layer.qkv, layer.out, feed.gate_and_value, feed.out
+        weights += [*(layer.weight for layer in layers), block.modulation.bias]
+        biases += [layer.bias.detach() for layer in layers[1:]]
     device = weights[0].device.type
     dtype = torch.get_autocast_dtype(device)
     if torch.is_autocast_enabled(device) and weights[0].dtype != dtype:
         weights, biases = recast(weights, dtype), recast(biases, dtype)
-    return weights[:5], [weights[5], *biases]
+    found = []
+    for n in range(len(blocks)):
+        *own, first = weights[6 * n : 6 * n + 6]
+        found.append((own, [first, *biases[4 * n : 4 * n + 4]]))
+    return found
 
 
 # --- SwiGLU -----------------------------------------------------------------------------------
@@ -460,9 +466,8 @@ def go_through(
     What a block adds at its end is added where the next one begins, in one pass with its norm.
     """
     x, added = x.contiguous(), None
-    for block in blocks:
+    for block, (weights, biases) in zip(blocks, layers_of(blocks), strict=True):
         layer, feed = block.attention, block.mlp
-        weights, biases = layers_of(block)
         modulation = F.linear(condition, weights[0], biases[0])
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.chunk(6, 1)
         first, second = block.attention_norm.weight, block.mlp_norm.weight

@@ -204,11 +204,11 @@ def attention_kernel(
     mixed = tl.zeros([ROWS, D], tl.float32)
     for at in range(0, S, COLS):
         keys = load_rows(k + of, at, A * D, S, D, COLS)
-        score = tl.dot(queries, tl.trans(keys)) * (LOG2_E / D**0.5)
+        score = tl.dot(queries, tl.trans(keys))
         if S % COLS > 0:
             score = tl.where(at + tl.arange(0, COLS)[None, :] < S, score, float("-inf"))
-        higher = tl.maximum(best, tl.max(score, 1))
-        p = tl.exp2(score - higher[:, None])
+        higher = tl.maximum(best, tl.max(score, 1) * (LOG2_E / D**0.5))
+        p = tl.exp2(score * (LOG2_E / D**0.5) - higher[:, None])
         shrink = tl.exp2(best - higher)
         values = load_rows(v, at, 3 * A * D, S, D, COLS)
         mixed = tl.dot(p.to(values.dtype), values, mixed * shrink[:, None])
@@ -216,9 +216,17 @@ def attention_kernel(
         best = higher
     row = first + tl.arange(0, ROWS)
     tl.store(lse + (image * A + head) * S + row, best + tl.log2(total), mask=row < S)
-    mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
+    mixed = (mixed * (1.0 / total)[:, None]).to(out.dtype.element_ty)
     to = out + of + row[:, None] * (A * D) + tl.arange(0, D)[None, :]
     tl.store(to, mixed, mask=row[:, None] < S)
+
+
+@triton.jit
+def store_sum(to, x, N: tl.constexpr, ROWS: tl.constexpr):
+    """Store the sum (N,) of low-precision rows (ROWS, N); as a product it takes fewest steps."""
+    found = tl.dot(tl.full([16, ROWS], 1.0, x.dtype), x)
+    row = tl.arange(0, 16)[:, None]  # all alike
+    tl.store(to + 0 * row + tl.arange(0, N)[None, :], found, mask=row == 0)
 
 
 @triton.jit
@@ -226,7 +234,10 @@ def store_turned_back(
     d, qkv, cos, sin, weight, dqkv, bias_sum, weight_sum, first,
     S: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Undo rotation and norm for the gradient (ROWS, D) of queries or keys; store it, and sums."""
+    """Undo rotation and norm for the gradient (ROWS, D) of queries or keys; store it, and sums.
+
+    Rows after the last, whatever is in them, have cosines and sines of 0.
+    """
     row = first + tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, D // 2)
     d_lo, d_hi = tl.split(tl.permute(tl.reshape(d, [ROWS, 2, D // 2]), [0, 2, 1]))
@@ -236,8 +247,11 @@ def store_turned_back(
     s = tl.load(sin + row * (D // 2) + j[None, :], mask=row < S, other=0.0)
     lo, hi, w_lo, w_hi = turn_back(lo, hi, d_lo, d_hi, w_lo, w_hi, c, s, D)
     store_halves(dqkv, row * (3 * A * D) + j[None, :], lo, hi, row < S, D)
-    store_halves(bias_sum, j, tl.sum(lo, 0), tl.sum(hi, 0), j < D, D)
-    store_halves(weight_sum, j, tl.sum(w_lo, 0), tl.sum(w_hi, 0), j < D, D)
+    low: tl.constexpr = dqkv.dtype.element_ty
+    store_sum(bias_sum, lo.to(low), D // 2, ROWS)
+    store_sum(bias_sum + D // 2, hi.to(low), D // 2, ROWS)
+    store_sum(weight_sum, w_lo.to(low), D // 2, ROWS)
+    store_sum(weight_sum + D // 2, w_hi.to(low), D // 2, ROWS)
 
 
 @triton.jit
@@ -262,6 +276,10 @@ def queries_backward_kernel(
     sums = tl.load(lse + at_sums, mask=row < S, other=float("inf"))
     along = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
     tl.store(delta + at_sums, along, mask=row < S)
+    tiles: tl.constexpr = (S + ROWS - 1) // ROWS
+    partial += (image * tiles + first // ROWS) * (5 * A * D) + head * D
+    # The shares of all keys in a query are 1: summed over keys, dv is what comes to the queries.
+    tl.store(partial + 2 * A * D + tl.arange(0, D), tl.sum(grad.to(tl.float32), 0))
     dq = tl.zeros([ROWS, D], tl.float32)
     for at in range(0, S, COLS):
         keys = load_rows(k + of, at, A * D, S, D, COLS)
@@ -272,8 +290,6 @@ def queries_backward_kernel(
         if S % COLS > 0:
             p = tl.where(at + tl.arange(0, COLS)[None, :] < S, p, 0.0)
         dq = tl.dot((p * (dp - along[:, None])).to(keys.dtype), keys, dq)
-    tiles: tl.constexpr = (S + ROWS - 1) // ROWS
-    partial += (image * tiles + first // ROWS) * (5 * A * D) + head * D
     store_turned_back(
         dq / D**0.5, qkv + packed, cos, sin, q_weight, dqkv + packed, partial,
         partial + 3 * A * D, first, S, A, D, ROWS,
@@ -311,16 +327,13 @@ def keys_backward_kernel(
         dv = tl.dot(p.to(grad.dtype), grad, dv)
         dk = tl.dot((p * (dp - along[None, :])).to(queries.dtype), queries, dk)
     row = first + tl.arange(0, ROWS)[:, None]
-    dk = tl.where(row < S, dk / D**0.5, 0.0)
-    dv = tl.where(row < S, dv, 0.0)
     tiles: tl.constexpr = (S + ROWS - 1) // ROWS
     partial += (image * tiles + first // ROWS) * (5 * A * D) + (A + head) * D
     to = dqkv + packed + A * D + row * (3 * A * D) + tl.arange(0, D)[None, :]
     tl.store(to, dv.to(dqkv.dtype.element_ty), mask=row < S)
-    tl.store(partial + A * D + tl.arange(0, D), tl.sum(dv, 0))
     store_turned_back(
-        dk, qkv + packed, cos, sin, k_weight, dqkv + packed, partial, partial + 3 * A * D,
-        first, S, A, D, ROWS,
+        dk / D**0.5, qkv + packed, cos, sin, k_weight, dqkv + packed, partial,
+        partial + 3 * A * D, first, S, A, D, ROWS,
     )  # fmt: skip
 
 
