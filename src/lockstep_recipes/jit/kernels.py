@@ -276,10 +276,6 @@ def queries_backward_kernel(
     sums = tl.load(lse + at_sums, mask=row < S, other=float("inf"))
     along = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
     tl.store(delta + at_sums, along, mask=row < S)
-    tiles: tl.constexpr = (S + ROWS - 1) // ROWS
-    partial += (image * tiles + first // ROWS) * (5 * A * D) + head * D
-    # The shares of all keys in a query are 1: summed over keys, dv is what comes to the queries.
-    tl.store(partial + 2 * A * D + tl.arange(0, D), tl.sum(grad.to(tl.float32), 0))
     dq = tl.zeros([ROWS, D], tl.float32)
     for at in range(0, S, COLS):
         keys = load_rows(k + of, at, A * D, S, D, COLS)
@@ -290,6 +286,8 @@ def queries_backward_kernel(
         if S % COLS > 0:
             p = tl.where(at + tl.arange(0, COLS)[None, :] < S, p, 0.0)
         dq = tl.dot((p * (dp - along[:, None])).to(keys.dtype), keys, dq)
+    tiles: tl.constexpr = (S + ROWS - 1) // ROWS
+    partial += (image * tiles + first // ROWS) * (5 * A * D) + head * D
     store_turned_back(
         dq / D**0.5, qkv + packed, cos, sin, q_weight, dqkv + packed, partial,
         partial + 3 * A * D, first, S, A, D, ROWS,
@@ -301,7 +299,7 @@ def keys_backward_kernel(
     q, k, qkv, d_out, lse, delta, k_weight, cos, sin, dqkv, partial,
     S: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of ROWS keys and values; reads 5 U, writes 2."""
+    """Gradients of ROWS keys and values; reads 6 U, writes 2."""
     image, head, first = place_of(S, A, ROWS)
     of = image * S * (A * D) + head * D
     packed = image * S * (3 * A * D) + (A + head) * D
@@ -309,6 +307,10 @@ def keys_backward_kernel(
     delta += (image * A + head) * S
     keys = load_rows(k + of, first, A * D, S, D, ROWS)
     values = load_rows(qkv + packed + A * D, first, 3 * A * D, S, D, ROWS)
+    tiles: tl.constexpr = (S + ROWS - 1) // ROWS
+    partial += (image * tiles + first // ROWS) * (5 * A * D) + (A + head) * D
+    # A query's shares add up to 1: over all tokens, dv sums up to what the queries are given.
+    store_sum(partial + A * D, load_rows(d_out + of, first, A * D, S, D, ROWS), D, ROWS)
     dk = tl.zeros([ROWS, D], tl.float32)
     dv = tl.zeros([ROWS, D], tl.float32)
     col = tl.arange(0, COLS)  # of the queries, whose numbers are loaded a step ahead
@@ -327,8 +329,6 @@ def keys_backward_kernel(
         dv = tl.dot(p.to(grad.dtype), grad, dv)
         dk = tl.dot((p * (dp - along[None, :])).to(queries.dtype), queries, dk)
     row = first + tl.arange(0, ROWS)[:, None]
-    tiles: tl.constexpr = (S + ROWS - 1) // ROWS
-    partial += (image * tiles + first // ROWS) * (5 * A * D) + (A + head) * D
     to = dqkv + packed + A * D + row * (3 * A * D) + tl.arange(0, D)[None, :]
     tl.store(to, dv.to(dqkv.dtype.element_ty), mask=row < S)
     store_turned_back(
