@@ -50,6 +50,16 @@ class Flags(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """Add a flag; its help says what it is by default."""
+        action = super().add_argument(*names, **settings)
+        value = action.default
+        if value is not False and value not in (None, [], argparse.SUPPRESS):
+            words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            said = words.replace("%", "%%")
+            action.help = f"{action.help} (default: {said})" if action.help else f"default: {said}"
+        return action
+
     def add_run_flags(
         self,
         *,

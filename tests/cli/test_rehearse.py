@@ -4,11 +4,15 @@ import json
 import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from lockstep import CheckpointStore, RunConfig
@@ -244,3 +248,40 @@ def test_a_real_folder_called_rehearsal_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "stage").mkdir()
     store = Store(tmp_path / "rehearsal" / "run")
     assert (tmp_path / "stage") in store.folder.parents
+
+
+SLEEPER = """
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "100"], start_new_session=True)
+open("pids.part", "w").write(f"{os.getpid()} {child.pid}")
+os.rename("pids.part", "pids")
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("verb", ["rehearse", "certify resume", "bench step"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_command_that_is_ended_leaves_nothing_running(
+    verb: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "lockstep.cli.main", *verb.split(), "--"]
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    command = subprocess.Popen([*words, sys.executable, "-c", SLEEPER], env=env)
+    try:
+        while not (tmp_path / "pids").exists():
+            time.sleep(0.05)
+        started, below = map(psutil.Process, map(int, (tmp_path / "pids").read_text().split()))
+        command.send_signal(number)
+        code = command.wait(20)
+        if number == signal.SIGKILL:  # the kernel then ends what was started, and not what that did
+            below.kill()
+        assert psutil.wait_procs([started, below], 5)[1] == []
+    finally:
+        command.kill()
+        command.wait()
+    if number == signal.SIGKILL:
+        assert code == -number
+    else:
+        assert code == 128 + number
+        assert not list((tmp_path / "tmp").glob("lockstep_*"))

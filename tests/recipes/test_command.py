@@ -52,6 +52,20 @@ def test_every_run_flag_reaches_the_run() -> None:
     assert (config.sinks.wandb_project, config.sinks.wandb_name) == ("tiny", "mine")
 
 
+def test_help_says_what_a_flag_is_by_default() -> None:
+    parser = Flags("tiny", "Train something.", "lockstep run tiny")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    parser.add_argument("--decays", type=float, nargs="*", default=[0.9, 0.99])
+    parser.add_argument("--share", default="2%", help="a part")
+    parser.add_argument("--fast", action="store_true", help="be quick")
+    parser.add_argument("--where", help="a folder")
+    lines = parser.format_help().split("options:")[1].split("example:")[0]
+    words = " ".join(lines.split())
+    assert "--lr LR default: 0.1 --seed SEED of all that is drawn (default: 0)" in words
+    assert "default: 0.9 0.99 --share SHARE a part (default: 2%) --fast be quick --where" in words
+
+
 def test_a_recipes_own_values_win_and_the_users_win_over_them() -> None:
     args = read("--set", "max_grad_norm=3", "--set", "evaluation.every_epochs=6")
     config = run_config(args, max_grad_norm=2.0, evaluation={"best_metric": "miou"})

@@ -145,6 +145,7 @@ def measuring(
 ) -> "Iterator[Bench]":
     """Give a command a folder to be measured in; what it printed is kept only if it failed."""
     from lockstep.bench.play import Bench
+    from lockstep.cli.rehearse import heeding_signals
     from lockstep.errors import LaunchError
 
     print(f"measuring {what}: {' '.join(words)}", flush=True)
@@ -160,7 +161,8 @@ def measuring(
     folder = Path(tempfile.mkdtemp(prefix="lockstep_bench_"))
     is_kept = False
     try:
-        yield Bench(words, folder, limit_s=limit_s, threads=threads, tell=tell)
+        with heeding_signals():
+            yield Bench(words, folder, limit_s=limit_s, threads=threads, tell=tell)
     except LaunchError:
         is_kept = any(folder.glob("*/output*.txt"))
         raise

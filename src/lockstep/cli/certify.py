@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
 from lockstep.certify.part import KILLED, TRACE, Part
-from lockstep.cli.rehearse import LAUNCHER_S, POLL_S, START_S, Act, Told
+from lockstep.cli.rehearse import LAUNCHER_S, POLL_S, START_S, Act, Told, heeding_signals
 from lockstep.cli.stage import reach
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.testing import free_port
@@ -132,6 +132,7 @@ class Player:
         )
 
 
+@heeding_signals()
 def certify(
     kind: str,
     words: Sequence[str],

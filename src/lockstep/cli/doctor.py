@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.cli.rehearse import heeding_signals
 from lockstep.doctor.checks import examine
 from lockstep.doctor.report import Result, as_json, as_lines, exit_code, summary
 from lockstep.errors import LaunchError
@@ -12,6 +13,7 @@ from lockstep.errors import LaunchError
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
 
+@heeding_signals()
 def run_doctor(words: Sequence[str], as_json_text: bool, seconds: float) -> int:
     """Examine, print, and return the exit code: 1 if anything failed."""
     try:

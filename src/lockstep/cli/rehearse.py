@@ -10,15 +10,17 @@ phase that was not seen.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ LAUNCHER_S = 40.0
 HUNG = "hung"
 STACK_S = 3.0
 """How long a process that hangs may take to say where."""
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -89,6 +93,21 @@ class Report:
         )
 
 
+@contextlib.contextmanager
+def heeding_signals() -> Iterator[None]:
+    """Let SIGTERM and a hang-up end the block as Ctrl-C does: what it started is ended first."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Act:
     """One start of the command, with everything that descends from it."""
 
@@ -105,6 +124,7 @@ class Act:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
                 )
             except OSError as error:
                 raise LaunchError(
@@ -410,6 +430,7 @@ def _place(frames: Sequence[tuple[str | Any, ...]]) -> str:
     return f"{Path(frames[0][0]).name}:{frames[0][1]} in {frames[0][2]}" if frames else ""
 
 
+@heeding_signals()
 def rehearse(words: Sequence[str], limit_s: float, without: Sequence[str], as_json: bool) -> int:
     """Rehearse a command, print what was seen, and return the exit code."""
     if not words:
