@@ -29,6 +29,8 @@ TIMES = {
     "step_time_s",
     "data_wait_share",
     "data_wait_rank",
+    "slow_rank",
+    "slow_ratio",
     "local_step_time_s",
     "local_data_wait_share",
     "local_stall_s",

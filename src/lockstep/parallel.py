@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import ConfigError
 from lockstep.exact import LeafSum
+from lockstep.observe.pace import Pace
 from lockstep.runtime import GradBucket, World
 from lockstep.sharding import is_sharded
 
@@ -76,9 +77,17 @@ def replicate(
         bucket_cap_mb=bucket_mb,
         **options,
     )
-    exchange = way or Averaging(world)
-    replica.register_comm_hook(exchange, type(exchange).exchange)
-    replica.exchanges = exchange  # type: ignore[assignment]
+    way, pace = way or Averaging(world), Pace(world.device)
+    exchange: Any = type(way).exchange
+
+    def send(way: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.is_last():
+            pace.end()
+        sent: torch.futures.Future[Tensor] = exchange(way, bucket)
+        return sent
+
+    replica.register_comm_hook(way, send)
+    replica.exchanges, replica.pace = way, pace  # type: ignore[assignment]
     return replica
 
 
@@ -135,6 +144,7 @@ def begin_exchanges(model: nn.Module) -> None:
     """Count from here what a backward pass has exchanged."""
     if isinstance(model, DistributedDataParallel):
         model.exchanges.num_sent = 0  # type: ignore[union-attr]
+        model.pace.begin()  # type: ignore[operator, union-attr]
 
 
 def check_exchanged(model: nn.Module) -> None:
@@ -144,6 +154,7 @@ def check_exchanged(model: nn.Module) -> None:
     try:
         model._check_reducer_finalized()  # type: ignore[no-untyped-call]
         if model.exchanges.num_sent:  # type: ignore[union-attr]
+            model.pace.begin()  # type: ignore[operator, union-attr]
             return
         problem = "no gradient was averaged: the loss calls not the model, but what is in it"
     except RuntimeError as error:
@@ -152,6 +163,12 @@ def check_exchanged(model: nn.Module) -> None:
         problem = "a micro-batch has no gradient for " + ", ".join(named[int(i)] for i in told)
     remedy = "to call the model itself; to freeze what is never used; to add 0 * p.sum() of others"
     raise ConfigError(f"{problem}; ranks would each go their own way", remedy)
+
+
+def end_step(model: nn.Module) -> None:
+    """Note that this rank's part of a step is done."""
+    if isinstance(model, DistributedDataParallel):
+        model.pace.end()  # type: ignore[operator, union-attr]
 
 
 def answer_exchanges(model: nn.Module) -> None:

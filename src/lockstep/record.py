@@ -21,6 +21,7 @@ from lockstep.data.reader import is_stream
 from lockstep.numerics import changes
 from lockstep.observe.console import Console
 from lockstep.observe.events import EventLog
+from lockstep.observe.pace import Pace, slow_rank
 from lockstep.observe.sinks import Sinks
 from lockstep.observe.throughput import Throughput
 from lockstep.progress import StepReport
@@ -41,6 +42,8 @@ class Record:
         self.local_ledger = Ledger()
         self._entered: dict[int, list[Ids]] = {}
         """By epoch, what this rank took and its ledger does not hold yet."""
+        self._slow: int | None = None
+        """The rank that stood out at the last log line."""
         self.events = EventLog(run.config.output_dir, run.world.rank)
         stack.callback(self.events.close)
         if run.world.is_first:
@@ -99,10 +102,13 @@ class Record:
     def log(self, report: StepReport) -> None:
         """Write one line of numbers, all reduced over ranks. Collective."""
         run, progress, plan = self.run, self.run.progress, self.run.contract.plan
-        timing = self.throughput.interval()
+        timing, pace = self.throughput.interval(), getattr(run.model, "pace", None)
+        own = torch.tensor([[*timing.values(), pace.interval() if isinstance(pace, Pace) else 0.0]])
         # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
-        rates, times, waits = run.world.all_gather(torch.tensor([[*timing.values()]])).T
+        rates, times, waits, paces = run.world.all_gather(own).T
         stands_out = waits.max() - waits.min() > 0.1
+        slow, ratio = slow_rank(paces.tolist()) or (None, None)
+        self._slow, is_slow = slow, slow is not None and slow == self._slow  # twice: no accident
         progress.settle()
         sums = progress.interval.items()
         means = {name: value / weight for name, (value, weight) in sums if weight}
@@ -121,6 +127,8 @@ class Record:
             step_time_s=float(times.max()),
             data_wait_share=float(waits.max()),
             data_wait_rank=int(waits.argmax()) if stands_out else None,
+            slow_rank=slow if is_slow else None,
+            slow_ratio=ratio if is_slow else None,
             local_step_time_s=timing["step_time_s"],
             local_data_wait_share=timing["data_wait_share"],
         )

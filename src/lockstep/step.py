@@ -24,7 +24,7 @@ from lockstep.meeting import Meeting, meet
 from lockstep.memory import fit_together
 from lockstep.non_finite import begin_momentum, divide, move
 from lockstep.numerics import drop_stale_casts, weights_cast_once
-from lockstep.parallel import bare, begin_exchanges, check_exchanged, local_gradients
+from lockstep.parallel import bare, begin_exchanges, check_exchanged, end_step, local_gradients
 from lockstep.progress import StepReport, names_of, number, row_of
 from lockstep.randomness import seed_others, seed_torch
 from lockstep.runtime import World
@@ -110,6 +110,7 @@ def train_step(
     else:
         move(optimizer, grads, divisor, report, broken)
     optimizer.zero_grad(set_to_none=True)
+    end_step(model)
     return report
 
 

@@ -19,7 +19,7 @@ from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
 
 NUM_SAMPLES = 46  # six steps an epoch, of four micro-batches; the last has three
-TIMES = re.compile(r"time|.*_s|samples_per_second|.*_share|data_wait_rank|path")
+TIMES = re.compile(r"time|.*_s|samples_per_second|.*_share|data_wait_rank|slow_.*|path")
 
 
 class RestlessData:

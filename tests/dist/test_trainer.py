@@ -36,7 +36,7 @@ from lockstep.testing import TinyTask, run_ranks
 from lockstep.trainer import RunResult, Trainer
 
 NUM_SAMPLES = 20
-TIMES = re.compile(r"time|.*_s|samples_per_second|.*_share|data_wait_rank|path")
+TIMES = re.compile(r"time|.*_s|samples_per_second|.*_share|data_wait_rank|slow_.*|path")
 
 
 def config_for(folder: Path, **changes: Any) -> RunConfig:
@@ -173,6 +173,43 @@ def test_the_rank_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
     sinks = {"curves": False, "log_file": str(said)}
     run(tmp_path, 2, lambda: SlowDiskTask(NUM_SAMPLES), log_every=2, max_steps=2, sinks=sinks)
     assert re.search(r"data wait \d+%  on rank 1  ETA", said.read_text()), said.read_text()
+
+
+class SlowTask(TinyTask):
+    """Computes slowly on the last rank, forward or backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(NUM_SAMPLES)
+        self.where = where
+
+    def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
+        last = context.world.rank == context.world.size - 1
+        if last and self.where == "forward":
+            time.sleep(0.05)
+        own = super().loss(model, batch, context)
+        if last and self.where == "backward" and context.training:
+            own.loss_sum.register_hook(lambda gradient: time.sleep(0.05))
+        return own
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks", "more"),
+    [
+        ("forward", 2, {}),
+        ("backward", 3, {}),
+        ("backward", 2, {"exact": True}),
+        ("backward", 2, {"batch": {"batch_size": 1, "accumulate": 2}}),
+    ],
+)
+def test_the_rank_that_computes_slowly_is_named_the_second_time(
+    where: str, ranks: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    said = tmp_path / "said.txt"
+    sinks = {"curves": False, "log_file": str(said)}
+    run(tmp_path, ranks, lambda: SlowTask(where), log_every=3, max_steps=6, sinks=sinks, **more)
+    lines = [line for line in said.read_text().splitlines() if line.startswith("step ")]
+    told = rf"rank {ranks - 1} is slow:  \d+\.\d x the others' time  ETA"
+    assert [bool(re.search(told, line)) for line in lines] == [False, True], lines
 
 
 def test_what_is_dropped_is_said(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ STEP_FIELDS: dict[str, Callable[[float], str]] = {
     "samples_per_second": lambda rate: f"{rate:.{0 if rate >= 10 else 2}f} samples/s",
     "data_wait_share": "data wait {:.0%}".format,
     "data_wait_rank": "on rank {}".format,
+    "slow_rank": "rank {} is slow:".format,
+    "slow_ratio": "{:.1f} x the others' time".format,
 }
 LINES = {
     "resume": "resumed at step {step} from {path}",

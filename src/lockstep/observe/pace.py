@@ -1,0 +1,61 @@
+"""Which rank is slow, where all wait for it in the exchange of gradients and so take as long.
+
+Owns: the time that a rank takes for its passes until its gradients are ready, and for its update,
+on the device's clock; who stands out by it. Does not own: when it is looked at.
+"""
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+STANDS_OUT = 1.5
+"""How many times as long as the others a rank takes that is called slow."""
+
+
+class Pace:
+    """What one rank's steps take by themselves; a loss that talks to other ranks hides it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._began: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """Note that from here on the rank does something by itself."""
+        self._began = self._now()
+
+    def end(self) -> None:
+        """Note that it now waits for others, or for data."""
+        if self._began is not None:
+            self._spans.append((self._began, self._now()))
+            self._began = None
+
+    def interval(self) -> float:
+        """Return the time since the previous call in seconds; all ranks took as many steps."""
+        spans, self._spans = self._spans, []
+        if self._on_gpu:  # the last may still be under way
+            return float(sum(a.elapsed_time(b) / 1e3 for a, b in spans if b.query()))
+        return float(sum(b - a for a, b in spans))
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def slow_rank(times: list[float]) -> tuple[int, float] | None:
+    """Return the rank that stands out, and how many times as long as the others it takes.
+
+    >>> slow_rank([1.0, 1.1, 3.3, 1.2])
+    (2, 3.0)
+    >>> slow_rank([1.0, 1.2])
+    >>> slow_rank([0.0, 0.0])  # nothing was measured: a model that is cut over ranks
+    """
+    slowest = times.index(max(times))
+    usual = median(times[:slowest] + times[slowest + 1 :] or [0.0])
+    is_slow = usual > 0 and times[slowest] > STANDS_OUT * usual
+    return (slowest, times[slowest] / usual) if is_slow else None
