@@ -19,9 +19,10 @@ from lockstep.bench.forecast import SUM_BYTES, Bucket, Timeline, forecast, slowe
 from lockstep.bench.link import Link, fit_link
 from lockstep.bench.part import SHARDED, BenchPart
 from lockstep.bench.play import Bench, Measured
-from lockstep.bench.probe import Clock, Probe
+from lockstep.bench.probe import Probe
 from lockstep.bench.report import Scaling, alone_s, limit_of
 from lockstep.cli.main import main
+from lockstep.observe.pace import Clock
 from lockstep.plan import BatchConfig, plan_batches
 from lockstep.testing import FakeWorld, ManualClock
 

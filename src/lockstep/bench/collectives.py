@@ -52,7 +52,8 @@ def measure_collectives(ranks: int) -> Collectives:
 
 
 def _be_measured() -> tuple[str, str, list[tuple[int, float]]]:
-    from lockstep.bench.probe import Clock, time_sizes
+    from lockstep.bench.probe import time_sizes
+    from lockstep.observe.pace import Clock
     from lockstep.runtime import World
 
     with World.enter() as world:

@@ -1,6 +1,6 @@
 """What is measured inside a training process: steps, backward passes, exchanges, input.
 
-Owns: the clock, and the numbers each rank writes down. Steps are taken as they are and, in
+Owns: the numbers each rank writes down. Steps are taken as they are and, in
 turn, with gradients kept local, so that a machine that slows down does so for both. Does not
 own: when a step is taken, or what the numbers mean.
 """
@@ -23,6 +23,7 @@ from lockstep import parallel
 from lockstep.bench.look import Look
 from lockstep.bench.part import WARMUP_STEPS, BenchPart
 from lockstep.errors import ConfigError
+from lockstep.observe.pace import Clock
 from lockstep.parallel import bare
 from lockstep.runtime import GradBucket, World
 from lockstep.setup import Run
@@ -40,33 +41,6 @@ SIZE_S = 0.3
 INPUT_S = 1.5
 INPUT_STEPS = 200
 """How long, and how many steps, the input is read by itself at most."""
-
-
-class Clock:
-    """Marks moments on the device: on a GPU, when it gets there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.on_gpu = device.type == "cuda"
-
-    def mark(self) -> Any:
-        """Return the moment at which all that was asked for so far is done."""
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def between(self, first: Any, second: Any) -> float:
-        """Return the seconds between two marks; on a GPU, after `settle`."""
-        if not self.on_gpu:
-            return float(second - first)
-        return float(first.elapsed_time(second)) / 1e3
-
-    def settle(self) -> None:
-        """Wait until the device has got to every mark."""
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
 
 
 @dataclass

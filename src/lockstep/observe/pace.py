@@ -14,43 +14,62 @@ STANDS_OUT = 1.5
 """How many times as long as the others a rank takes that is called slow."""
 
 
-class Pace:
-    """What one rank's steps take by themselves; a loss that talks to other ranks hides it."""
+class Clock:
+    """Marks moments on the device: on a GPU, when it gets there."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._began: Any = None
-        self._spans: list[tuple[Any, Any]] = []
+        self.device = device
+        self.on_gpu = device.type == "cuda"
 
-    def begin(self) -> None:
-        """Note that from here on the rank does something by itself."""
-        self._began = self._now()
-
-    def end(self) -> None:
-        """Note that it now waits for others, or for data."""
-        if self._began is not None:
-            self._spans.append((self._began, self._now()))
-            self._began = None
-
-    def interval(self) -> float:
-        """Return the time since the previous call in seconds; all ranks took as many steps."""
-        spans, self._spans = self._spans, []
-        if self._on_gpu:  # the last may still be under way
-            return float(sum(a.elapsed_time(b) / 1e3 for a, b in spans if b.query()))
-        return float(sum(b - a for a, b in spans))
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
+    def mark(self) -> Any:
+        """Return the moment at which all that was asked for so far is done."""
+        if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
+    def between(self, first: Any, second: Any) -> float:
+        """Return the seconds between two marks; on a GPU, after `settle`."""
+        if not self.on_gpu:
+            return float(second - first)
+        return float(first.elapsed_time(second)) / 1e3
+
+    def settle(self) -> None:
+        """Wait until the device has got to every mark."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+
+class Pace:
+    """What one rank's steps take by themselves; a loss that talks to other ranks hides it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = Clock(device)
+        self._began: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """Note that from here on the rank does something by itself."""
+        self._began = self._clock.mark()
+
+    def end(self) -> None:
+        """Note that it now waits for others, or for data."""
+        if self._began is not None:
+            self._spans.append((self._began, self._clock.mark()))
+            self._began = None
+
+    def interval(self) -> float:
+        """Return the time since the previous call in seconds; all ranks took as many steps."""
+        spans, self._spans = self._spans, []
+        done = [span for span in spans if not self._clock.on_gpu or span[1].query()]
+        return sum(self._clock.between(*span) for span in done)
+
 
 def slow_rank(times: list[float]) -> tuple[int, float] | None:
     """Return the rank that stands out, and how many times as long as the others it takes.
 
-    >>> slow_rank([1.0, 1.1, 3.3, 1.2])
+    >>> slow_rank([1.0, 0.9, 3.0, 1.1])
     (2, 3.0)
     >>> slow_rank([1.0, 1.2])
     >>> slow_rank([0.0, 0.0])  # nothing was measured: a model that is cut over ranks
