@@ -5,11 +5,14 @@ on the device's clock; who stands out by it. Does not own: when it is looked at.
 """
 
 import time
+from collections import deque
 from statistics import median
 from typing import Any
 
 import torch
 
+MAX_SPANS = 2000
+"""Of so many at most the time is added up, two a step: log lines may be far apart."""
 STANDS_OUT = 1.5
 """How many times as long as the others a rank takes that is called slow."""
 
@@ -47,7 +50,7 @@ class Pace:
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
         self._began: Any = None
-        self._spans: list[tuple[Any, Any]] = []
+        self._spans = deque[tuple[Any, Any]](maxlen=MAX_SPANS)
 
     def begin(self) -> None:
         """Note that from here on the rank does something by itself."""
@@ -61,8 +64,8 @@ class Pace:
 
     def interval(self) -> float:
         """Return the time since the previous call in seconds; all ranks took as many steps."""
-        spans, self._spans = self._spans, []
-        done = [span for span in spans if not self._clock.on_gpu or span[1].query()]
+        done = [span for span in self._spans if not self._clock.on_gpu or span[1].query()]
+        self._spans.clear()
         return sum(self._clock.between(*span) for span in done)
 
 
