@@ -21,9 +21,10 @@ from lockstep.data.reader import is_stream
 from lockstep.numerics import changes
 from lockstep.observe.console import Console
 from lockstep.observe.events import EventLog
-from lockstep.observe.pace import Pace, slow_rank
+from lockstep.observe.pace import slow_rank
 from lockstep.observe.sinks import Sinks
 from lockstep.observe.throughput import Throughput
+from lockstep.parallel import own_seconds
 from lockstep.progress import StepReport
 from lockstep.resuming import warnings_of
 from lockstep.schedule import warmup_length
@@ -102,8 +103,8 @@ class Record:
     def log(self, report: StepReport) -> None:
         """Write one line of numbers, all reduced over ranks. Collective."""
         run, progress, plan = self.run, self.run.progress, self.run.contract.plan
-        timing, pace = self.throughput.interval(), getattr(run.model, "pace", None)
-        own = torch.tensor([[*timing.values(), pace.interval() if isinstance(pace, Pace) else 0.0]])
+        timing = self.throughput.interval()
+        own = torch.tensor([[*timing.values(), own_seconds(run.model)]])
         # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
         rates, times, waits, paces = run.world.all_gather(own).T
         stands_out = waits.max() - waits.min() > 0.1

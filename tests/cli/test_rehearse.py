@@ -252,6 +252,7 @@ def test_a_real_folder_called_rehearsal_is_not_touched(tmp_path: Path) -> None:
 
 SLEEPER = """
 import os, subprocess, time
+import lockstep
 child = subprocess.Popen(["sleep", "100"], start_new_session=True)
 open("pids.part", "w").write(f"{os.getpid()} {child.pid}")
 os.rename("pids.part", "pids")
@@ -259,7 +260,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("verb", ["rehearse", "certify resume", "bench step"])
+@pytest.mark.parametrize("verb", ["rehearse", "certify resume", "bench step", "doctor"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_command_that_is_ended_leaves_nothing_running(
     verb: str, number: signal.Signals, tmp_path: Path
@@ -267,9 +268,11 @@ def test_a_command_that_is_ended_leaves_nothing_running(
     words = [sys.executable, "-m", "lockstep.cli.main", *verb.split(), "--"]
     env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     (tmp_path / "tmp").mkdir()
-    command = subprocess.Popen([*words, sys.executable, "-c", SLEEPER], env=env)
+    (tmp_path / "train.py").write_text(SLEEPER)
+    command = subprocess.Popen([*words, sys.executable, "train.py"], env=env)
     try:
         while not (tmp_path / "pids").exists():
+            assert command.poll() is None
             time.sleep(0.05)
         started, below = map(psutil.Process, map(int, (tmp_path / "pids").read_text().split()))
         command.send_signal(number)

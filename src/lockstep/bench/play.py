@@ -16,8 +16,8 @@ from lockstep.bench.link import Link, fit_link
 from lockstep.bench.part import BenchPart
 from lockstep.bench.work import Work
 from lockstep.certify.part import TRACE
+from lockstep.cli.act import Act
 from lockstep.cli.certify import Player
-from lockstep.cli.rehearse import Act
 from lockstep.cli.stage import reach
 from lockstep.errors import ConfigError
 from lockstep.testing import free_port

@@ -145,7 +145,7 @@ def measuring(
 ) -> "Iterator[Bench]":
     """Give a command a folder to be measured in; what it printed is kept only if it failed."""
     from lockstep.bench.play import Bench
-    from lockstep.cli.rehearse import heeding_signals
+    from lockstep.cli.act import heeding_signals
     from lockstep.errors import LaunchError
 
     print(f"measuring {what}: {' '.join(words)}", flush=True)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
 from lockstep.certify.part import KILLED, TRACE, Part
-from lockstep.cli.rehearse import LAUNCHER_S, POLL_S, START_S, Act, Told, heeding_signals
+from lockstep.cli.act import Act, heeding_signals
+from lockstep.cli.rehearse import LAUNCHER_S, POLL_S, START_S, Told
 from lockstep.cli.stage import reach
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.testing import free_port

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cli.rehearse import heeding_signals
+from lockstep.cli.act import heeding_signals
 from lockstep.doctor.checks import examine
 from lockstep.doctor.report import Result, as_json, as_lines, exit_code, summary
 from lockstep.errors import LaunchError

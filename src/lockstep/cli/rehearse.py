@@ -10,25 +10,23 @@ phase that was not seen.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from lockstep.cli.act import Act, children_of, heeding_signals
 from lockstep.cli.stage import GOING_ON, NOTES, build_stage
-from lockstep.errors import ConfigError, LaunchError, closest
+from lockstep.errors import ConfigError, closest
 from lockstep.observe.events import Event, read_events
 
 PHASES = ("start", "train", "log", "validate", "save", "kill", "resume", "finish")
@@ -40,8 +38,6 @@ LAUNCHER_S = 40.0
 HUNG = "hung"
 STACK_S = 3.0
 """How long a process that hangs may take to say where."""
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -91,73 +87,6 @@ class Report:
         return {"verdict": self.verdict, "failed": self.failed, "missing": self.missing} | asdict(
             self
         )
-
-
-@contextlib.contextmanager
-def heeding_signals() -> Iterator[None]:
-    """Let SIGTERM and a hang-up end the block as Ctrl-C does: what it started is ended first."""
-
-    def leave(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class Act:
-    """One start of the command, with everything that descends from it."""
-
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], output: Path) -> None:
-        self.began = time.time()
-        self.output = output
-        self.family: set[psutil.Process] = set()
-        with output.open("ab") as file:
-            try:
-                self.process = subprocess.Popen(
-                    list(words),
-                    env={**os.environ, **env},
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
-                )
-            except OSError as error:
-                raise LaunchError(
-                    f"{words[0]} cannot be started: {error.strerror}",
-                    "the command after --, as you would type it; a line of shell after bash -c",
-                ) from None
-        self._offset = output.stat().st_size
-
-    @property
-    def code(self) -> int | None:
-        """Return the exit code, once there is one."""
-        return self.process.poll()
-
-    @property
-    def text(self) -> str:
-        """Return what it has printed."""
-        return self.output.read_bytes()[self._offset :].decode(errors="replace")
-
-    def look_around(self) -> None:
-        """Remember who descends from it by now: whoever loses his parent is not found later."""
-        self.family |= (
-            set(_children(psutil.Process(self.process.pid))) if self.code is None else set()
-        )
-
-    def close(self) -> None:
-        """End whatever is left of it."""
-        self.look_around()
-        for process in self.family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
 
 
 class Rehearsal:
@@ -249,7 +178,7 @@ class Rehearsal:
         pids = {note["pid"] for note in self._signs("store")}
         everyone = [psutil.Process(act.process.pid), *act.family] if act.code is None else []
         ranks = [process for process in everyone if process.pid in pids]
-        readers = [child for rank in ranks for child in _children(rank)]
+        readers = [child for rank in ranks for child in children_of(rank)]
         for process in [*readers, *ranks]:  # one after the other, or they talk at the same time
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGABRT)
@@ -414,12 +343,6 @@ class Told:
                 break
             frames.append(found.groups())
         return cls("", _place(frames), tuple(name for *_, name in frames))
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return list(process.children(recursive=True))
-    return []
 
 
 def _place(frames: Sequence[tuple[str | Any, ...]]) -> str:

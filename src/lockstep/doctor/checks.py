@@ -18,12 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from lockstep.cli.act import children_of
 from lockstep.doctor import grace, job, machine, network
 from lockstep.doctor.command import DEFAULT_PORT, Command, read_command
 from lockstep.doctor.findings import Findings
 from lockstep.doctor.machine import Driver, read_driver, visible_gpus
 from lockstep.doctor.report import Result, fail
 from lockstep.errors import LockstepError
+from lockstep.launch.worker import follow_parent
 
 MEASURE_S = 90.0
 MOST_RANKS = 8
@@ -217,6 +221,7 @@ def _run_python(
             stdout=subprocess.DEVNULL,
             stderr=said,
             start_new_session=True,
+            preexec_fn=follow_parent,
         )
         code: int | None
         try:
@@ -224,7 +229,10 @@ def _run_python(
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            with suppress(ProcessLookupError):  # what it started, too
+            with suppress(psutil.NoSuchProcess):  # what it started, too
+                for below in children_of(psutil.Process(child.pid)):
+                    below.kill()
+            with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         said.seek(0)

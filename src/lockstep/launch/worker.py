@@ -149,6 +149,11 @@ def code_of(error: BaseException) -> int:
     return error.exit_code if isinstance(error, LockstepError) else 1
 
 
+def follow_parent() -> None:
+    """Have the kernel end this process when the one that started it has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def end_with_parent() -> None:
     """Have the kernel end this process when the one that forked it is gone.
 
@@ -159,7 +164,7 @@ def end_with_parent() -> None:
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    follow_parent()
     if os.getppid() == 1:  # it is gone already
         os.kill(os.getpid(), signal.SIGKILL)
 

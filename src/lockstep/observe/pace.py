@@ -34,9 +34,7 @@ class Clock:
 
     def between(self, first: Any, second: Any) -> float:
         """Return the seconds between two marks; on a GPU, after `settle`."""
-        if not self.on_gpu:
-            return float(second - first)
-        return float(first.elapsed_time(second)) / 1e3
+        return float(first.elapsed_time(second)) / 1e3 if self.on_gpu else float(second - first)
 
     def settle(self) -> None:
         """Wait until the device has got to every mark."""

@@ -1,0 +1,93 @@
+"""A command that a verb starts, for `rehearse`, `certify` and `bench`, and its end.
+
+Owns: one start of it, all that descends from it, and that none of it outlives the verb. Does not
+own: why it was started, or when it has done enough.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from lockstep.errors import LaunchError
+from lockstep.launch.worker import follow_parent
+
+
+@contextlib.contextmanager
+def heeding_signals() -> Iterator[None]:
+    """Let SIGTERM and a hang-up end the block as Ctrl-C does: what it started is ended first."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Act:
+    """One start of the command, with everything that descends from it."""
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], output: Path) -> None:
+        self.began = time.time()
+        self.output = output
+        self.family: set[psutil.Process] = set()
+        with output.open("ab") as file:
+            try:
+                self.process = subprocess.Popen(
+                    list(words),
+                    env={**os.environ, **env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=follow_parent,
+                )
+            except OSError as error:
+                raise LaunchError(
+                    f"{words[0]} cannot be started: {error.strerror}",
+                    "the command after --, as you would type it; a line of shell after bash -c",
+                ) from None
+        self._offset = output.stat().st_size
+
+    @property
+    def code(self) -> int | None:
+        """Return the exit code, once there is one."""
+        return self.process.poll()
+
+    @property
+    def text(self) -> str:
+        """Return what it has printed."""
+        return self.output.read_bytes()[self._offset :].decode(errors="replace")
+
+    def look_around(self) -> None:
+        """Remember who descends from it by now: whoever loses his parent is not found later."""
+        self.family |= (
+            set(children_of(psutil.Process(self.process.pid))) if self.code is None else set()
+        )
+
+    def close(self) -> None:
+        """End whatever is left of it."""
+        self.look_around()
+        for process in self.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def children_of(process: psutil.Process) -> list[psutil.Process]:
+    """Return all that descend from a process, none if it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(process.children(recursive=True))
+    return []
