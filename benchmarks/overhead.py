@@ -7,9 +7,15 @@ log line every ten steps; bf16 on a GPU, float32 and one thread a process on the
 written loop does no more than that. Lockstep is `fit` with everything it has on by default. Each
 way runs in fresh processes, and rounds go through all ways in turn. The model itself looks at the
 clock, so that all are timed at the same place; what counts is the time of ten steps with their log
-line: the median of these in a round, and of the rounds. `fastest ten` says what a machine does that
-others use too. The peers need `pip install accelerate lightning transformers`; one that is missing
-is named and left out. Two processes on one GPU talk through gloo, as NCCL will not.
+line.
+
+A machine may be a tenth slower a minute later. So in one process each way trains beside the hand-
+written loop, which has a thread of its own: ten steps of one, ten of the other, in turn. The ratio
+is the median over such pairs; by hand against by hand says how far to trust it. Several processes
+train one way alone, and their ratios are of the rounds' medians.
+
+The peers need `pip install accelerate lightning transformers`; one that is missing is named and
+left out. Two processes on one GPU talk through gloo, as NCCL will not.
 """
 
 import argparse
@@ -22,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,8 +72,39 @@ class Settings:
 # --- What is trained ---------------------------------------------------------------------
 
 
+class Turns:
+    """Lets two threads train in turn, ten steps each."""
+
+    def __init__(self) -> None:
+        self._may_go = threading.Semaphore(1), threading.Semaphore(0)
+        self._is_over = False
+        self._of_thread = threading.local()
+
+    def begin(self, place: int) -> None:
+        """Wait for the turn of the thread that has place 0 or 1."""
+        self._of_thread.place = place
+        self._may_go[place].acquire()
+
+    def pass_on(self) -> None:
+        """Let the other thread train until it does the same; nothing where there is no other."""
+        place = getattr(self._of_thread, "place", None)
+        if place is not None and not self._is_over:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            self._may_go[1 - place].release()
+            self._may_go[place].acquire()
+
+    def end(self) -> None:
+        """Let the other thread go on alone."""
+        self._is_over = True
+        self._may_go[1 - self._of_thread.place].release()
+
+
+TURNS = Turns()
+
+
 class Blocks(nn.Module):
-    """Residual blocks too small to keep a GPU busy; notes when each step begins."""
+    """Residual blocks too small to keep a GPU busy; times every ten steps, with their log line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,10 +118,16 @@ class Blocks(nn.Module):
             for _ in range(NUM_BLOCKS)
         )
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
-        self.began: list[float] = []
+        self.num_steps, self.began = 0, 0.0
+        self.spans_us: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.began.append(time.perf_counter())
+        if self.num_steps % LOG_EVERY == 0:
+            if self.num_steps:
+                self.spans_us.append(1e6 * (time.perf_counter() - self.began) / LOG_EVERY)
+            TURNS.pass_on()
+            self.began = time.perf_counter()
+        self.num_steps += 1
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
@@ -369,12 +413,45 @@ WAYS: dict[str, tuple[Callable[[Settings], Result], str]] = {
 def work(way: str, settings: Settings) -> None:
     """Train one way, as one of its processes, and leave behind what was measured."""
     torch.set_num_threads(1)
-    model, logged = WAYS[way][0](settings)
-    began = model.began[WARMUP_STEPS::LOG_EVERY]
-    spans = [1e6 * (b - a) / LOG_EVERY for a, b in zip(began, began[1:], strict=False)]
+    if settings.num_processes > 1:
+        (model, logged), beside = WAYS[way][0](settings), None
+    else:
+        (model, logged), (beside, _) = beside_by_hand(way, settings)
+    spans = model.spans_us[WARMUP_STEPS // LOG_EVERY :]
     found = {"step_us": statistics.median(spans), "fastest_us": min(spans)}
-    found |= {"loss": logged[-1], "steps": len(model.began)}
+    found |= {"loss": logged[-1], "steps": model.num_steps}
+    if beside is not None:
+        found["ratios"] = ratios(spans, beside.spans_us[WARMUP_STEPS // LOG_EVERY :])
     (Path(settings.folder) / f"found_{settings.rank}.json").write_text(json.dumps(found))
+
+
+def beside_by_hand(way: str, settings: Settings) -> tuple[Result, Result]:
+    """Train one way, and by hand in another thread, ten steps each in turn."""
+    global TURNS
+    TURNS, results = Turns(), list[Result]()
+
+    def train(way: str, place: int) -> None:
+        TURNS.begin(place)
+        torch.set_num_threads(1)  # a thread's own setting
+        try:
+            results.append(WAYS[way][0](settings))
+        finally:
+            TURNS.end()
+
+    other = threading.Thread(target=train, args=("by hand", 0))
+    other.start()
+    try:
+        train(way, 1)  # the main thread: some want to hear of signals
+    finally:
+        other.join()
+    beside, own = results  # it began first, and so ends first
+    return own, beside
+
+
+def ratios(spans: list[float], beside: list[float]) -> list[float]:
+    """Return each span against the mean of what the other took just before and just after."""
+    around = zip(spans, beside, beside[1:], strict=False)
+    return [2 * own / (before + after) for own, before, after in around]
 
 
 def take_round(way: str, num_processes: int, args: argparse.Namespace) -> dict[str, float]:
@@ -429,7 +506,11 @@ def summarise(
         times = [one["step_us"] for one in found]
         row: dict[str, Any] = {"way": way, "processes": num_processes, "rounds_us": times}
         row["step_us"] = statistics.median(times)
-        row["ratio"] = row["step_us"] / (rows[0] if rows else row)["step_us"]
+        pairs = [ratio for one in found for ratio in one.get("ratios", [])]
+        against = row["step_us"] / (rows[0] if rows else row)["step_us"]
+        row["ratio"] = statistics.median(pairs) if pairs else against
+        row["num_pairs"] = len(pairs)
+        row["half_of_them"] = statistics.quantiles(pairs, n=4)[::2] if len(pairs) > 1 else None
         row["fastest_us"] = min(one["fastest_us"] for one in found)
         row["loss"] = statistics.median(one["loss"] for one in found)
         rows.append(row)
@@ -481,13 +562,17 @@ def main() -> None:
         if way not in ways:
             print(f"left out: {way} ({WAYS[way][1]} is not installed)")
     rows = [row for size in args.processes for row in measure(ways, size, args)]
-    print("| processes | way | us a step | rounds, min..max | ratio | fastest ten | last loss |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| processes | way | us a step | rounds | ratio | half of the pairs | fastest ten | loss |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
-        times = row["rounds_us"]
+        times, half = row["rounds_us"], row["half_of_them"]
+        between = f"{half[0]:.3f}..{half[1]:.3f} of {row['num_pairs']}" if half else "-"
         print(
             f"| {row['processes']} | {row['way']} | {row['step_us']:.0f} | {min(times):.0f}.."
-            f"{max(times):.0f} | {row['ratio']:.3f} | {row['fastest_us']:.0f} | {row['loss']:.3f} |"
+            f"{max(times):.0f} | {row['ratio']:.3f} | {between} | {row['fastest_us']:.0f} | "
+            f"{row['loss']:.3f} |"
         )
     if args.json:
         args.json.write_text(json.dumps({**facts(args), "rows": rows}, indent=2) + "\n")

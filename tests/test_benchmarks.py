@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,32 @@ def test_what_a_log_line_costs_is_in_the_time_of_a_step(
     found = measured("by hand", tmp_path, 70)
     assert found["fastest_us"] == pytest.approx(5000)  # of 50 ms each of ten steps has its part
     assert found["step_us"] == pytest.approx(5000)
+
+
+def test_a_way_is_compared_with_what_the_loop_by_hand_took_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand has a thread of its own, the way the main one; a machine gets slower meanwhile."""
+    clock, real, num_lines = Clock(), json.dumps, 0
+
+    def slow(*args: Any, **kwargs: Any) -> str:
+        nonlocal num_lines
+        num_lines += 1
+        is_by_hand = threading.current_thread() is not threading.main_thread()
+        clock.passed += (1.0 if is_by_hand else 1.5) * 1.001**num_lines
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(overhead, "time", clock)
+    monkeypatch.setattr(overhead.json, "dumps", slow)
+    found = measured("by hand", tmp_path, 150)
+    assert len(found["ratios"]) == 8  # of 14 times ten steps, five to warm up, the last alone
+    assert found["ratios"] == pytest.approx([1.5] * 8, rel=1e-6)
+
+
+def test_a_row_is_the_median_of_its_pairs_where_it_has_some() -> None:
+    found = {"step_us": 100, "fastest_us": 90, "loss": 1.0, "ratios": [1.1, 1.2, 1.5]}
+    by_hand, slow = overhead.summarise({"by hand": [found | {"ratios": [1.0]}], "slow": [found]}, 1)
+    assert (by_hand["ratio"], slow["ratio"], slow["num_pairs"]) == (1.0, 1.2, 3)
 
 
 def test_a_row_is_the_median_of_its_rounds_against_the_first_way() -> None:

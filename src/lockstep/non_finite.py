@@ -15,10 +15,10 @@ from lockstep import late_compiler
 from lockstep.agreement import together
 from lockstep.errors import CheckpointError, NonFiniteError
 from lockstep.parallel import bare
+from lockstep.progress import StepReport, constant
 
 if TYPE_CHECKING:
     from lockstep.observe.events import EventLog
-    from lockstep.progress import StepReport
     from lockstep.setup import Run
 
 MAX_LEFT_OUT = 10
@@ -34,16 +34,17 @@ def move(
     optimizer: Optimizer,
     grads: list[Tensor],
     divisor: Tensor,
-    report: "StepReport",
+    report: StepReport,
     broken: Tensor | None,
 ) -> None:
     """Let the optimizer move the weights along the gradients, each divided by `divisor`.
 
     Nothing moves if the step is bad, or one before it was.
     """
-    doubt = (report.loss_sum + report.grad_norm) * 0  # 0, or NaN, which counts as true
-    bad = unbroken(doubt.device) if broken is None else broken
-    bad.logical_or_(doubt)
+    bad = unbroken(report.sums.device) if broken is None else broken
+    one = constant(1.0, bad.device, torch.float32)
+    # One launch: both are multiplied by 1, and `bad` is set if one is no number.
+    torch._amp_foreach_non_finite_check_and_unscale_([report.loss_sum, report.grad_norm], bad, one)
     if not (bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False)):
         divide(grads, divisor)
         if not bool(bad):
@@ -77,7 +78,7 @@ def begin_momentum(optimizer: Optimizer) -> None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
-def is_finite(report: "StepReport", run: "Run") -> bool:
+def is_finite(report: StepReport, run: "Run") -> bool:
     """Say whether a step was arithmetic, alike on all ranks; it waits for the device."""
     # With a scaler an overflowing gradient is routine: it skips the step and scales down.
     number = report.loss_sum if run.scaler else report.loss_sum + report.grad_norm

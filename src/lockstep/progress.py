@@ -150,10 +150,10 @@ def number(value: Tensor | float, device: torch.device) -> Tensor:
     """Return a number as float64 on the device, without waiting for it."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64).reshape(())
-    return _constant(value, device)
+    return constant(value, device)
 
 
 @functools.lru_cache(maxsize=256)
-def _constant(value: float, device: torch.device) -> Tensor:
+def constant(value: float, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return a plain number; most are the size of a batch, and made once. Not to be changed."""
-    return torch.full((), value, dtype=torch.float64, device=device)
+    return torch.full((), value, dtype=dtype, device=device)

@@ -99,7 +99,7 @@ def train_step(
         divisor = number(units or math.inf, sums.device)
     grad_norm = norm / divisor  # before clipping
     if max_grad_norm is not None:
-        divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0) * divisor
+        divisor = torch.maximum(divisor, norm.add(divisor, alpha=1e-6) / max_grad_norm)
 
     report = StepReport(sums, names, grad_norm, rows)
     begin_momentum(optimizer)
@@ -109,7 +109,8 @@ def train_step(
         scaler.update()
     else:
         move(optimizer, grads, divisor, report, broken)
-    optimizer.zero_grad(set_to_none=True)
+    for parameter in moved:
+        parameter.grad = None
     end_step(model)
     return report
 
@@ -140,9 +141,8 @@ class _Backward:
         begin_exchanges(self.model)
         if leaf_sum:
             leaf_sum.begin(self.batch.num_leaves)
-        meetings = []
-        if leaf_sum and leaf_sum.gathers:
-            meetings = meet(self.part, bare(self.model), self.batch, self.world)
+        gathers = leaf_sum is not None and leaf_sum.gathers
+        meetings = meet(self.part, bare(self.model), self.batch, self.world) if gathers else []
         cast_at = -1
         for index, micro_batch in enumerate(self.batch.micro_batches):
             cast_at = drop_stale_casts(self.model, cast_at) if self.autocast and last else -1

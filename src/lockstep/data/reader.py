@@ -80,8 +80,8 @@ class LeafReader:
     seed: int
     collate: Collate
     on_bad_sample: str
-    _ahead: tuple[int, int, Ids] = (0, 0, np.array([], dtype=np.int64))
-    """An epoch, a position in it, and the samples from there on."""
+    _ahead: tuple[int, int, Ids, list[int]] = (0, 0, np.array([], dtype=np.int64), [])
+    """An epoch, a position in it, and the samples from there on, with their seeds."""
     _draws: bool | None = None
     """Whether samples draw from NumPy or Python's `random`; None until the first leaf."""
     _seeded = 0
@@ -93,22 +93,21 @@ class LeafReader:
 
     def read(self, leaf: Leaf) -> MicroBatch:
         """Read a leaf, moving the global generators."""
-        ids = self._ids(leaf)
+        ids, _ = wanted = self._looked_up(leaf)
         if (all_of_it := self._at_once(leaf, ids)) is not None:
             return self._collated(leaf, ids, all_of_it)
-        known, micro_batch = self._draws, self._one_by_one(leaf, ids)
+        known, micro_batch = self._draws, self._one_by_one(leaf, *wanted)
         if not known:
             self._draws = others_were_used(self._seeded)
-        return self._one_by_one(leaf, ids) if known is False and self._draws else micro_batch
+        return self._one_by_one(leaf, *wanted) if known is False and self._draws else micro_batch
 
-    def _one_by_one(self, leaf: Leaf, ids: Ids) -> MicroBatch:
+    def _one_by_one(self, leaf: Leaf, ids: Ids, seeds: list[int]) -> MicroBatch:
         """Read a leaf sample by sample.
 
         Where no sample has drawn from NumPy or Python's `random`, these are seeded once a leaf.
         Should one do so after all, its leaf is read again.
         """
         samples, good, skipped = [], [], []
-        seeds = sample_seeds(self.seed, leaf.epoch, ids)
         for index, (sample, seed) in enumerate(zip(ids.tolist(), seeds, strict=True)):
             if index and self._draws is False:
                 torch.default_generator.manual_seed(seed)
@@ -141,14 +140,15 @@ class LeafReader:
         except Exception:  # one by one, the bad one will be named
             return None
 
-    def _ids(self, leaf: Leaf) -> Ids:
-        """Return the samples of a leaf, looking up those of the next ones with them."""
-        epoch, start, ids = self._ahead
+    def _looked_up(self, leaf: Leaf) -> tuple[Ids, list[int]]:
+        """Return a leaf's samples and their seeds, looking up those of the next ones with them."""
+        epoch, start, ids, _ = self._ahead
         if leaf.epoch != epoch or not start <= leaf.start <= leaf.stop <= start + len(ids):
             start, stop = leaf.start, min(leaf.start + WINDOW, len(self.dataset))
             ids = self.order.ids(leaf.epoch, start, max(stop, leaf.stop))
-            self._ahead = leaf.epoch, start, ids
-        return ids[leaf.start - start : leaf.stop - start]
+            self._ahead = leaf.epoch, start, ids, sample_seeds(self.seed, leaf.epoch, ids)
+        here = slice(leaf.start - start, leaf.stop - start)
+        return ids[here], self._ahead[3][here]
 
     def _collated(
         self, leaf: Leaf, ids: Ids, samples: list[Any], skipped: tuple[tuple[int, str], ...] = ()
