@@ -46,29 +46,29 @@ def one(kind=torch.optim.SGD):
 seen = {}
 defer_compiler()
 optimizer, weight = one()
-step(optimizer)
+step(optimizer, [weight.grad])
 seen["moved"] = weight.tolist()
 seen["early"] = "torch._dynamo" in sys.modules
 for name in ("register_step_pre_hook", "register_step_post_hook"):
     optimizer, weight = one()
     getattr(optimizer, name)(lambda *_, name=name: seen.update({name: True}))
-    step(optimizer)
+    step(optimizer, [weight.grad])
 optimizer, weight = one()
 optimizer.step = lambda: seen.update(patched=True)
-step(optimizer)
+step(optimizer, [weight.grad])
 
 class Own(torch.optim.SGD):
     def step(self, closure=None):
         seen["own"] = True
         return super().step(closure)
 
-step(one(Own)[0])
+step(one(Own)[0], [])
 seen["late"] = "torch._dynamo" in sys.modules
 optimizer.zero_grad()
 seen["told"] = told()
 seen["real"] = torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
 optimizer, weight = one()
-step(optimizer)
+step(optimizer, [weight.grad])
 seen["moved late"] = weight.tolist()
 
 ours = torch.optim.SGD.step

@@ -13,9 +13,8 @@ from lockstep.data.loader import StepBatch
 from lockstep.errors import ConfigError
 from lockstep.non_finite import divide, unbroken
 from lockstep.plan import BatchConfig, plan_batches
-from lockstep.progress import StepReport
+from lockstep.progress import StepReport, as_partial
 from lockstep.randomness import seed_all
-from lockstep.step import as_partial
 from lockstep.task import Context
 from lockstep.testing import FakeWorld, TinyTask
 
@@ -92,6 +91,13 @@ def test_a_plain_mean_weighs_as_much_as_it_has_samples() -> None:
     assert float(cut.weight) == float(whole.weight) == 12
     torch.testing.assert_close(moved_cut, moved_whole, rtol=1e-12, atol=1e-13)
 
+    def summed(model: nn.Module, data: dict[str, Tensor], context: Context) -> PartialLoss:
+        return PartialLoss(mean(model, data, context) * len(data["x"]), float(len(data["x"])))
+
+    report, _, moved = step(summed, batch_size=4)
+    assert torch.equal(moved, moved_cut)
+    assert torch.equal(report.sums, cut.sums)
+
 
 def test_parts_are_summed_with_weights_of_their_own() -> None:
     report, _, _ = step()
@@ -148,9 +154,20 @@ def test_a_gradient_that_is_no_number_is_reported_although_the_loss_is_one() -> 
         zero = (model(data["x"]) * 0).sum()
         return PartialLoss(TASK.loss(model, data, context).loss_sum + zero.sqrt(), 1.0)
 
-    report, _, _ = step(loss)
+    report, _, moved = step(loss)
     assert bool(torch.isfinite(report.loss_sum))
     assert not bool(report.finite)
+    assert not moved.any()
+
+
+def test_a_loss_that_is_no_number_moves_nothing_although_its_gradient_is_one() -> None:
+    def loss(model: nn.Module, data: dict[str, Tensor], context: Context) -> PartialLoss:
+        part = TASK.loss(model, data, context)
+        return PartialLoss(part.loss_sum + float("inf"), part.weight)
+
+    report, _, moved = step(loss)
+    assert bool(torch.isfinite(report.grad_norm))
+    assert not moved.any()
 
 
 def test_a_step_repeats_bit_for_bit() -> None:

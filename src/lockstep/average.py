@@ -29,11 +29,12 @@ class Averages:
         random first weights would stay in the average for 1 / (1 - decay) steps. All averages of
         a weight follow each other, so that it comes from memory once.
         """
+        if not self.copies:
+            return
         rates = [1 - min(decay, (1 + step) / (10 + step)) for decay in self.copies]
         copies = [copy for of_one in zip(*self.copies.values(), strict=True) for copy in of_one]
         sources = [source for source in self._sources for _ in rates]
-        if copies:
-            torch._foreach_lerp_(held(copies), held(sources), rates * len(self._sources))
+        torch._foreach_lerp_(held(copies), held(sources), rates * len(self._sources))
 
     @contextmanager
     def applied(self, decay: float) -> Iterator[None]:

@@ -20,11 +20,10 @@ from lockstep.data.loader import LoaderConfig
 from lockstep.data.order import share
 from lockstep.data.reader import MicroBatch
 from lockstep.exact import TreeSum, sum_nodes
-from lockstep.progress import number
+from lockstep.progress import as_partial, number
 from lockstep.randomness import seed_torch
 from lockstep.runtime import World
 from lockstep.sharding import is_sharded
-from lockstep.step import as_partial
 from lockstep.task import Context, Task
 
 

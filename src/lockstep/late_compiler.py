@@ -14,9 +14,12 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lockstep.adam import step_at_once
 
 COMPILER = "torch._dynamo"
 
@@ -74,13 +77,14 @@ def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
     return bare if layers == ["wrapper", "_use_grad"] else None
 
 
-def step(optimizer: Optimizer) -> None:
+def step(optimizer: Optimizer, grads: list[Tensor]) -> None:
     """Do as `optimizer.step()`, which imports the compiler to tell it that a graph ends here."""
     bare, name = bare_step(optimizer), type(optimizer).__name__
     told = optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks
-    if COMPILER in sys.modules or bare is None or told:
+    if bare is None or told:
         optimizer.step()
         return
     named = torch.autograd.profiler.record_function(f"Optimizer.step#{name}.step")
     with named, torch.set_grad_enabled(optimizer.defaults["differentiable"]):
-        bare(optimizer)
+        if not step_at_once(optimizer, grads):
+            bare(optimizer)

@@ -48,7 +48,7 @@ def move(
     if not (bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False)):
         divide(grads, divisor)
         if not bool(bad):
-            late_compiler.step(optimizer)
+            late_compiler.step(optimizer, grads)
         return
     fused: Any = optimizer  # it asks on the device
     fused.found_inf = bad
@@ -56,7 +56,7 @@ def move(
         fused.grad_scale = divisor.float()  # nobody looks at the gradients before it divides them
     else:
         divide(grads, divisor)
-    late_compiler.step(fused)
+    late_compiler.step(fused, grads)
     fused.found_inf = fused.grad_scale = None
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import StepBatch
+from lockstep.data.reader import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.task import PartialLoss
 
@@ -60,6 +61,24 @@ class StepReport:
         return torch.isfinite(self.loss_sum + self.grad_norm)
 
 
+def as_partial(
+    result: PartialLoss | Tensor, micro_batch: MicroBatch, is_averaged: bool = False
+) -> PartialLoss:
+    """Return the loss with its weight; a plain mean weighs as much as it has samples.
+
+    A borrowed micro-batch keeps its graph, so that its rank meets the others in
+    the reduce, and counts for nothing.
+    """
+    if isinstance(result, Tensor):
+        num_samples = 1 if is_averaged else len(micro_batch.ids)
+        mean = None if result.dim() else result
+        result = PartialLoss(result * num_samples, float(num_samples), mean=mean)
+    if micro_batch.counts:
+        return result
+    parts = {name: (value * 0, weight * 0) for name, (value, weight) in result.parts.items()}
+    return PartialLoss(result.loss_sum * 0, result.weight * 0, parts)
+
+
 def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
     """Return the names of a loss's parts; those of the micro-batch `before` must be the same.
 
@@ -80,6 +99,9 @@ def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
 
 def row_of(part: PartialLoss, names: list[str]) -> Tensor:
     """Lay out sums and weights as one row: loss, weight, then each part's pair, by name."""
+    if not names and not isinstance(part.weight, Tensor):  # one launch, where a stack takes three
+        is_loss, others = _plain_row(part.weight, part.loss_sum.device)
+        return torch.where(is_loss, part.loss_sum.detach(), others)
     pairs = [(part.loss_sum, part.weight), *(part.parts[name] for name in names)]
     return torch.stack([number(n, part.loss_sum.device) for pair in pairs for n in pair])
 
@@ -157,3 +179,10 @@ def number(value: Tensor | float, device: torch.device) -> Tensor:
 def constant(value: float, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return a plain number; most are the size of a batch, and made once. Not to be changed."""
     return torch.full((), value, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _plain_row(weight: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where a row without parts has its loss, and the row but for that."""
+    row = torch.tensor([0.0, weight], dtype=torch.float64, device=device)
+    return torch.tensor([True, False], device=device), row

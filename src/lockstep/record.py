@@ -106,9 +106,9 @@ class Record:
         timing = self.throughput.interval()
         own = torch.tensor([[*timing.values(), own_seconds(run.model)]])
         # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
-        rates, times, waits, paces = run.world.all_gather(own).T
-        stands_out = waits.max() - waits.min() > 0.1
-        slow, ratio = slow_rank(paces.tolist()) or (None, None)
+        rates, times, waits, paces = zip(*run.world.all_gather(own).tolist(), strict=True)
+        stands_out = max(waits) - min(waits) > 0.1
+        slow, ratio = slow_rank(paces) or (None, None)
         self._slow, is_slow = slow, slow is not None and slow == self._slow  # twice: no accident
         progress.settle()
         sums = progress.interval.items()
@@ -124,10 +124,10 @@ class Record:
             epoch=progress.consumed / plan.samples_per_epoch,
             samples=progress.consumed,
             ledger=str(self.sum_ledger()),
-            samples_per_second=float(rates.min()),
-            step_time_s=float(times.max()),
-            data_wait_share=float(waits.max()),
-            data_wait_rank=int(waits.argmax()) if stands_out else None,
+            samples_per_second=min(rates),
+            step_time_s=max(times),
+            data_wait_share=max(waits),
+            data_wait_rank=waits.index(max(waits)) if stands_out else None,
             slow_rank=slow if is_slow else None,
             slow_ratio=ratio if is_slow else None,
             local_step_time_s=timing["step_time_s"],

@@ -37,6 +37,8 @@ class PartialLoss:
     loss_sum: Tensor
     weight: Tensor | float
     parts: Mapping[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)
+    mean: Tensor | None = None
+    """What `loss_sum` is `weight` times of, where a loss came as a mean."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The loader gives the same samples however they are read, and names the one that cannot be."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -401,17 +401,23 @@ def test_an_order_of_the_users_own_is_followed() -> None:
 
 
 class DrawsLate(Augmented):
-    """Draws from Python's `random`, but not for the first samples it is asked for."""
+    """Draws from a global generator, but not for the first samples it is asked for."""
+
+    draw: Callable[[], float]
 
     def __getitem__(self, index: int) -> Any:
-        return (index, random.random() if index >= 6 else 0.0)
+        return (index, self.draw() if index >= 6 else 0.0)
 
 
-def test_a_data_set_that_begins_to_draw_is_seeded_for_every_sample_of_that_leaf() -> None:
+DRAWS = {"random": random.random, "numpy": np.random.rand, "torch": lambda: float(torch.randn(()))}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_data_set_that_begins_to_draw_is_seeded_for_every_sample_of_that_leaf(name: str) -> None:
     def noise(batch_size: int) -> dict[int, float]:
-        loader = Loader(
-            DrawsLate(12), FakeWorld(), batch_size=batch_size, epochs=1, order=Sequential(12)
-        )
+        dataset = DrawsLate(12)
+        dataset.draw = DRAWS[name]
+        loader = Loader(dataset, FakeWorld(), batch_size=batch_size, epochs=1, order=Sequential(12))
         found = [batch.micro_batches[0].data for batch in loader]
         ids, values = (torch.cat([data[part] for data in found]).tolist() for part in (0, 1))
         return dict(zip(ids, values, strict=True))

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset, Subset
 
 from lockstep.data.feed import pin
 from lockstep.data.order import Ids, Leaf, Order, mix
 from lockstep.errors import DataError, LockstepError
-from lockstep.randomness import derive_seed, others_were_used, seed_all, set_all, untouched
+from lockstep.randomness import derive_seed, seed_all, set_all, untouched, were_used
 
 Collate = Callable[[list[Any]], Any]
 
@@ -83,9 +82,9 @@ class LeafReader:
     _ahead: tuple[int, int, Ids, list[int]] = (0, 0, np.array([], dtype=np.int64), [])
     """An epoch, a position in it, and the samples from there on, with their seeds."""
     _draws: bool | None = None
-    """Whether samples draw from NumPy or Python's `random`; None until the first leaf."""
+    """Whether samples draw from torch, NumPy or `random`; None until the first leaf."""
     _seeded = 0
-    """What these two were seeded by last."""
+    """What these were seeded by last."""
 
     def __getitem__(self, leaf: Leaf) -> MicroBatch:
         with untouched():  # in this process the caller's generators are not ours to move
@@ -98,20 +97,18 @@ class LeafReader:
             return self._collated(leaf, ids, all_of_it)
         known, micro_batch = self._draws, self._one_by_one(leaf, *wanted)
         if not known:
-            self._draws = others_were_used(self._seeded)
+            self._draws = were_used(self._seeded)
         return self._one_by_one(leaf, *wanted) if known is False and self._draws else micro_batch
 
     def _one_by_one(self, leaf: Leaf, ids: Ids, seeds: list[int]) -> MicroBatch:
         """Read a leaf sample by sample.
 
-        Where no sample has drawn from NumPy or Python's `random`, these are seeded once a leaf.
-        Should one do so after all, its leaf is read again.
+        Where no sample has drawn from a global generator, these are seeded once a leaf. Should one
+        do so after all, its leaf is read again.
         """
         samples, good, skipped = [], [], []
         for index, (sample, seed) in enumerate(zip(ids.tolist(), seeds, strict=True)):
-            if index and self._draws is False:
-                torch.default_generator.manual_seed(seed)
-            else:
+            if not index or self._draws is not False:
                 set_all(seed)
                 self._seeded = seed
             try:
@@ -126,7 +123,7 @@ class LeafReader:
             problem = f"every sample of a micro-batch was bad, the first because {skipped[0][1]}"
             remedy = "look at the data set as a whole before skipping on"
             return MicroBatch(leaf, ids, None, error=(problem, remedy))
-        kept = np.array(good, dtype=np.int64)
+        kept = np.array(good, dtype=np.int64) if skipped else ids
         return self._collated(leaf, kept, samples, tuple(skipped))
 
     def _at_once(self, leaf: Leaf, ids: Ids) -> list[Any] | None:

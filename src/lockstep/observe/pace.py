@@ -6,6 +6,7 @@ on the device's clock; who stands out by it. Does not own: when it is looked at.
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -67,7 +68,7 @@ class Pace:
         return sum(self._clock.between(*span) for span in done)
 
 
-def slow_rank(times: list[float]) -> tuple[int, float] | None:
+def slow_rank(times: Sequence[float]) -> tuple[int, float] | None:
     """Return the rank that stands out, and how many times as long as the others it takes.
 
     >>> slow_rank([1.0, 0.9, 3.0, 1.1])
@@ -76,6 +77,6 @@ def slow_rank(times: list[float]) -> tuple[int, float] | None:
     >>> slow_rank([0.0, 0.0])  # nothing was measured: a model that is cut over ranks
     """
     slowest = times.index(max(times))
-    usual = median(times[:slowest] + times[slowest + 1 :] or [0.0])
+    usual = median([*times[:slowest], *times[slowest + 1 :]] or [0.0])
     is_slow = usual > 0 and times[slowest] > STANDS_OUT * usual
     return (slowest, times[slowest] / usual) if is_slow else None
