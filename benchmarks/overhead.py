@@ -10,9 +10,10 @@ clock, so that all are timed at the same place; what counts is the time of ten s
 line.
 
 A machine may be a tenth slower a minute later. So in one process each way trains beside the hand-
-written loop, which has a thread of its own: ten steps of one, ten of the other, in turn. The ratio
-is the median over such pairs; by hand against by hand says how far to trust it. Several processes
-train one way alone, and their ratios are of the rounds' medians.
+written loop, which has a thread of its own: ten steps of one, ten of the other, in turn. `beside`
+is the median over such pairs. By hand beside by hand is not quite 1, since the first thread is not
+like the second: the ratio is against that. Several processes train one way alone, and their ratios
+are of the rounds' medians.
 
 The peers need `pip install accelerate lightning transformers`; one that is missing is named and
 left out. Two processes on one GPU talk through gloo, as NCCL will not.
@@ -507,8 +508,8 @@ def summarise(
         row: dict[str, Any] = {"way": way, "processes": num_processes, "rounds_us": times}
         row["step_us"] = statistics.median(times)
         pairs = [ratio for one in found for ratio in one.get("ratios", [])]
-        against = row["step_us"] / (rows[0] if rows else row)["step_us"]
-        row["ratio"] = statistics.median(pairs) if pairs else against
+        row["beside"] = statistics.median(pairs) if pairs else row["step_us"]
+        row["ratio"] = row["beside"] / (rows[0] if rows else row)["beside"]
         row["num_pairs"] = len(pairs)
         row["half_of_them"] = statistics.quantiles(pairs, n=4)[::2] if len(pairs) > 1 else None
         row["fastest_us"] = min(one["fastest_us"] for one in found)
@@ -562,16 +563,15 @@ def main() -> None:
         if way not in ways:
             print(f"left out: {way} ({WAYS[way][1]} is not installed)")
     rows = [row for size in args.processes for row in measure(ways, size, args)]
-    print(
-        "| processes | way | us a step | rounds | ratio | half of the pairs | fastest ten | loss |"
-    )
+    print("| processes | way | us a step | rounds | ratio | beside | fastest ten | loss |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         times, half = row["rounds_us"], row["half_of_them"]
-        between = f"{half[0]:.3f}..{half[1]:.3f} of {row['num_pairs']}" if half else "-"
+        beside = f"{row['beside']:.3f} of {row['num_pairs']}" if half else "-"
+        beside += f", half in {half[0]:.3f}..{half[1]:.3f}" if half else ""
         print(
             f"| {row['processes']} | {row['way']} | {row['step_us']:.0f} | {min(times):.0f}.."
-            f"{max(times):.0f} | {row['ratio']:.3f} | {between} | {row['fastest_us']:.0f} | "
+            f"{max(times):.0f} | {row['ratio']:.3f} | {beside} | {row['fastest_us']:.0f} | "
             f"{row['loss']:.3f} |"
         )
     if args.json:

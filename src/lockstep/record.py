@@ -103,6 +103,7 @@ class Record:
     def log(self, report: StepReport) -> None:
         """Write one line of numbers, all reduced over ranks. Collective."""
         run, progress, plan = self.run, self.run.progress, self.run.contract.plan
+        progress.settle()  # the interval ends when the device has come to here
         timing = self.throughput.interval()
         own = torch.tensor([[*timing.values(), own_seconds(run.model)]])
         # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
@@ -110,7 +111,6 @@ class Record:
         stands_out = max(waits) - min(waits) > 0.1
         slow, ratio = slow_rank(paces) or (None, None)
         self._slow, is_slow = slow, slow is not None and slow == self._slow  # twice: no accident
-        progress.settle()
         sums = progress.interval.items()
         means = {name: value / weight for name, (value, weight) in sums if weight}
         progress.interval = {}

@@ -159,12 +159,9 @@ class _Backward:
 
     def go_back(self, own: PartialLoss, meeting: Meeting | None) -> None:
         """Add the gradient of the summed loss to the model's."""
-        root, times = own.loss_sum, None
-        if meeting:
-            root = root + meeting.owed
-        elif own.mean is not None:  # two launches fewer, and the same bits
-            root = own.mean
-            times = constant(float(own.weight), root.device, root.dtype)
+        root, times = own.loss_sum + meeting.owed if meeting else own.loss_sum, None
+        if own.mean is not None and not meeting:  # two launches fewer, and the same bits
+            root, times = own.mean, constant(float(own.weight), root.device, root.dtype)
         (self.scaler.scale(root) if self.scaler else root).backward(times)  # type: ignore[no-untyped-call]
 
     def part(

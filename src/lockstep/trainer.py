@@ -215,17 +215,21 @@ class Trainer:
             self._check_finite()
             assert self.report is not None
             self.record.log(self.report)
-        with self.record.throughput.pausing():
-            if progress.consumed % run.contract.plan.samples_per_epoch == 0:
-                self.record.close_epoch()
-            is_best = False
-            if run.held_out is not None and (at_end or self._is_due(config.evaluation)):
-                try:
-                    is_best = self._evaluate()
-                except LockstepError as error:
-                    self._agree(error)  # what was trained is saved, and then this is raised
-            if at_end or is_best or self._is_due(config.checkpoint):
-                self._save(is_best)
+        closes = progress.consumed % run.contract.plan.samples_per_epoch == 0
+        looks = run.held_out is not None and (at_end or self._is_due(config.evaluation))
+        saves, is_best = at_end or self._is_due(config.checkpoint), False
+        if closes or looks or saves:
+            progress.settle()  # or the wait for a GPU to come to here would be no training time
+            with self.record.throughput.pausing():
+                if closes:
+                    self.record.close_epoch()
+                if looks:
+                    try:
+                        is_best = self._evaluate()
+                    except LockstepError as error:
+                        self._agree(error)  # what was trained is saved, and then this is raised
+                if saves or is_best:
+                    self._save(is_best)
 
     def _fetch(self, batches: Iterator[StepBatch]) -> StepBatch | LockstepError | None:
         with self.record.throughput.waiting():

@@ -26,6 +26,7 @@ from lockstep.errors import (
     NonFiniteError,
 )
 from lockstep.plan import BatchPlan
+from lockstep.progress import Progress
 from lockstep.resuming import settled
 from lockstep.runtime import World
 from lockstep.setup import prepare
@@ -158,6 +159,26 @@ def test_the_rate_counts_the_samples_of_steps_that_are_smaller(tmp_path: Path) -
     assert [e["samples"] for e in logged] == [20, 40]
     for event in logged:  # steps of 8, 8 and 4 samples
         assert event["samples_per_second"] * 3 * event["step_time_s"] == pytest.approx(20)
+
+
+def test_waiting_for_the_device_is_training_although_an_epoch_ends_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, which is waited for when its numbers are read: here, 50 ms a step."""
+    real = Progress.settle
+
+    def waiting(progress: Progress) -> Any:
+        time.sleep(0.05 * len(progress.pending))
+        return real(progress)
+
+    monkeypatch.setattr(Progress, "settle", waiting)
+    seldom = {"every_steps": 5}
+    changes = {"log_every": 4, "epochs": 4, "evaluation": seldom, "checkpoint": seldom}
+    fit(TinyTask(NUM_SAMPLES), config_for(tmp_path, **changes))
+    steps = [event for event in read_events(tmp_path) if event["event"] == "step"]
+    assert [event["step"] for event in steps] == [4, 8, 12]  # three steps an epoch
+    assert min(event["step_time_s"] for event in steps) > 0.05
+
 
 
 class SlowDiskTask(TinyTask):
