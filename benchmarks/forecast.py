@@ -39,7 +39,6 @@ from lockstep.bench.collectives import measure_collectives
 from lockstep.bench.forecast import Timeline, forecast, step_s
 from lockstep.bench.link import Link
 from lockstep.bench.play import Bench, Measured
-from lockstep.runtime import GradBucket
 from lockstep.task import Context
 
 MOST_OFF = 0.10
@@ -113,39 +112,29 @@ class SleepTask(Task):
         return PartialLoss(model(batch.requires_grad_()).sum(), len(batch))
 
 
-class SlowLink:
-    """Exchanges one bucket after the other, each in alpha + beta x bytes."""
+def slow_down(alpha_s: float, beta_s: float) -> None:
+    """From here on, average one bucket after the other, each in alpha + beta x bytes."""
+    line, average = ThreadPoolExecutor(1), parallel.Averaging.average
 
-    def __init__(self, alpha_s: float, beta_s: float) -> None:
-        self.alpha_s, self.beta_s = alpha_s, beta_s
-        self.line = ThreadPoolExecutor(1)
-
-    def exchange(self, own: parallel.Averaging, buffer: Tensor) -> torch.futures.Future[Tensor]:
+    def slowly(own: parallel.Averaging, grads: Tensor) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        self.line.submit(self.send, own, buffer, done)
+        line.submit(send, own, grads, done)
         return done
 
-    def send(
-        self, own: parallel.Averaging, buffer: Tensor, done: torch.futures.Future[Tensor]
-    ) -> None:
-        ends = time.perf_counter() + self.alpha_s + self.beta_s * buffer.nbytes
-        averaged = own.average(buffer).wait()
+    def send(own: parallel.Averaging, grads: Tensor, done: torch.futures.Future[Tensor]) -> None:
+        ends = time.perf_counter() + alpha_s + beta_s * grads.nbytes
+        averaged = average(own, grads).wait()
         time.sleep(max(0.0, ends - time.perf_counter()))
         done.set_result(averaged)
+
+    parallel.Averaging.average = slowly
 
 
 def train(hook: str) -> int:
     """Train, over a slow link if there is one."""
     torch.set_num_threads(1)
     if hook:
-        slow = SlowLink(*map(float, hook.split(",")))
-
-        def exchange(
-            own: parallel.Averaging, bucket: GradBucket
-        ) -> torch.futures.Future[torch.Tensor]:
-            return slow.exchange(own, bucket.buffer())
-
-        parallel.Averaging.exchange = exchange
+        slow_down(*map(float, hook.split(",")))
     config = {"max_steps": 10**6, "batch": {"batch_size": 4}, "max_grad_norm": None}
     return fit(SleepTask(), RunConfig.parse(config)).exit_code
 

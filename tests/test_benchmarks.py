@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from lockstep import RunConfig, fit, read_events
+from lockstep.testing import run_ranks
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -27,7 +30,7 @@ def load(name: str) -> ModuleType:
 
 
 overhead, stalls = load("overhead"), load("stalls")
-recipes_step = load("recipes_step")
+recipes_step, forecast = load("recipes_step"), load("forecast")
 
 
 def measured(way: str, folder: Path, num_steps: int = 90) -> dict[str, Any]:
@@ -116,6 +119,23 @@ def test_a_peer_that_fails_is_named_and_left_out(
     args = overhead.build_parser().parse_args(["--steps", "70", "--rounds", "2"])
     assert overhead.measure(["Unknown"], 1, args) == []
     assert capsys.readouterr().out.startswith("left out: Unknown, 1 processes: exit 1")
+
+
+def over_a_slow_link(folder: Path) -> None:
+    """Train a model that takes no time, over a link that does."""
+    forecast.FORWARD_S = forecast.BACKWARD_S = 0.0
+    forecast.slow_down(0.1, 0.0)
+    values = {"max_steps": 4, "batch": {"batch_size": 4}, "log_every": 1, "device": "cpu"}
+    quiet = {"output_dir": str(folder), "sinks": {"curves": False}}
+    fit(forecast.SleepTask(), RunConfig.parse(values | quiet))
+
+
+def test_a_slow_link_takes_its_time_for_every_bucket(tmp_path: Path) -> None:
+    run_ranks(2, over_a_slow_link, tmp_path)
+    steps = [event for event in read_events(tmp_path) if event["event"] == "step"]
+    assert len(steps) == 4
+    num_buckets = len({kind for kind, _ in forecast.BLOCKS})  # small ones of a kind go together
+    assert min(event["step_time_s"] for event in steps) > 0.1 * num_buckets
 
 
 def test_a_seek_is_flat_and_a_slow_one_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
