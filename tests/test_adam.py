@@ -108,3 +108,5 @@ def test_the_first_step_of_all_is_torchs() -> None:
     optimizer = AdamW(model.parameters(), fused=True)
     grads = make_gradients(model, 0)
     assert left_alone(model, optimizer, grads)
+    assert not any(optimizer.state[p] for p in model.parameters())  # which leaves them there
+    assert left_alone(model, optimizer, grads)

@@ -99,6 +99,70 @@ def test_a_plain_mean_weighs_as_much_as_it_has_samples() -> None:
     assert torch.equal(report.sums, cut.sums)
 
 
+class Shifted(nn.Module):
+    """A network with a number of its own, whose gradient is that of the loss as it is."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.shift = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("batch_size", [12, 4])
+def test_no_step_changes_what_the_next_goes_back_with(batch_size: int) -> None:
+    def mean(model: Any, data: dict[str, Tensor], context: Context) -> Tensor:
+        return (model.net(data["x"]) - data["y"]).square().mean() + model.shift.squeeze()
+
+    def summed(model: Any, data: dict[str, Tensor], context: Context) -> PartialLoss:
+        return PartialLoss(mean(model, data, context) * len(data["x"]), float(len(data["x"])))
+
+    ends = []
+    for loss in (mean, summed):
+        model = Shifted(build()[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            train_step(loss, model, optimizer, first_batch(batch_size), WORLD)
+        ends.append(flat(model))
+        assert float(model.shift.detach()) == pytest.approx(-0.3)
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_loss_is_one_number_whatever_its_shape(shape: tuple[int, ...]) -> None:
+    def mean(model: nn.Module, data: dict[str, Tensor], context: Context) -> Tensor:
+        return (model(data["x"]) - data["y"]).square().mean()
+
+    def shaped(model: nn.Module, data: dict[str, Tensor], context: Context) -> Tensor:
+        return mean(model, data, context).reshape(shape)
+
+    assert torch.equal(step(shaped)[2], step(mean)[2])
+    assert torch.equal(step(shaped)[0].sums, step(mean)[0].sums)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_the_type_torch_makes_by_default_does_not_matter(kind: torch.dtype) -> None:
+    model, optimizer = build()
+    torch.set_default_dtype(kind)
+    try:
+        report = train_step(TASK.loss, model, optimizer, first_batch(), WORLD)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(report.sums, step()[0].sums)
+
+
+def test_an_optimizers_own_zero_grad_is_called() -> None:
+    class Watched(torch.optim.SGD):
+        num = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            Watched.num += 1
+
+    model, _ = build()
+    train_step(TASK.loss, model, Watched(model.parameters(), lr=0.1), first_batch(), WORLD)
+    assert Watched.num == 1
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_parts_are_summed_with_weights_of_their_own() -> None:
     report, _, _ = step()
     units = torch.cat([m.data["units"] for m in first_batch().micro_batches])

@@ -23,6 +23,8 @@ def step_at_once(optimizer: Optimizer, grads: list[Tensor]) -> bool:
     is_listed = len(params) == len(state) == len(grads) and all(map(is_, state, params))
     if not (isinstance(optimizer, Adam) and is_listed and all(map(_is_plain, groups))):
         return False
+    if not all(state.values()):  # somebody has looked for one: torch makes it in its first step
+        return False
     kinds = {*map(type, params), *(grad.dtype for grad in grads)}
     if kinds != {nn.Parameter, grads[0].dtype}:  # some are cut over ranks, or lower in precision
         return False

@@ -27,7 +27,7 @@ MAX_LEFT_OUT = 10
 
 def unbroken(device: torch.device) -> Tensor:
     """Return what `train_step` takes as `broken`: 0, and 1 after the first bad step."""
-    return torch.zeros((), device=device)
+    return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def move(
@@ -41,10 +41,12 @@ def move(
 
     Nothing moves if the step is bad, or one before it was.
     """
-    bad = unbroken(report.sums.device) if broken is None else broken
-    one = constant(1.0, bad.device, torch.float32)
+    device = report.grad_norm.device
+    bad = unbroken(device) if broken is None else broken
+    looked_at = [report.loss_sum.to(device), report.grad_norm]
     # One launch: both are multiplied by 1, and `bad` is set if one is no number.
-    torch._amp_foreach_non_finite_check_and_unscale_([report.loss_sum, report.grad_norm], bad, one)
+    one = constant(1.0, device, torch.float32)
+    torch._amp_foreach_non_finite_check_and_unscale_(looked_at, bad, one)
     if not (bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False)):
         divide(grads, divisor)
         if not bool(bad):
@@ -53,7 +55,8 @@ def move(
     fused: Any = optimizer  # it asks on the device
     fused.found_inf = bad
     if late_compiler.bare_step(fused) and grads[0].dtype == torch.float32:
-        fused.grad_scale = divisor.float()  # nobody looks at the gradients before it divides them
+        # Nobody looks at the gradients before it divides them.
+        fused.grad_scale = divisor.to(device, torch.float32)
     else:
         divide(grads, divisor)
     late_compiler.step(fused, grads)

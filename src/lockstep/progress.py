@@ -5,7 +5,6 @@ step that was no arithmetic. Does not own: taking a step, or what is done about 
 """
 
 import functools
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,8 @@ from lockstep.data.reader import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.task import PartialLoss
 
+MAX_NUMBER = torch.finfo(torch.float32).max
+"""A GPU that looks at float64 takes what is larger for infinite, and moves nothing."""
 MAX_PENDING = 1000
 """Steps whose numbers may lie on the device before they are added up: 1 MB."""
 
@@ -85,8 +86,9 @@ def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
     Raises:
         ConfigError: they are not, and could not be added up; or it is no loss.
     """
-    loss = getattr(part, "loss_sum", part)
-    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+    loss: Any = getattr(part, "loss_sum", part)
+    is_real = isinstance(loss, Tensor) and not loss.is_complex()
+    if not is_real or loss.numel() != 1 or not loss.requires_grad:
         problem = f"the loss of a micro-batch is {loss!r:.80}, not one number with a gradient"
         raise ConfigError(problem, "a mean, or a PartialLoss; 0 * output.sum() where there is none")
     names = sorted(part.parts)
@@ -101,7 +103,7 @@ def row_of(part: PartialLoss, names: list[str]) -> Tensor:
     """Lay out sums and weights as one row: loss, weight, then each part's pair, by name."""
     if not names and not isinstance(part.weight, Tensor):  # one launch, where a stack takes three
         is_loss, others = _plain_row(part.weight, part.loss_sum.device)
-        return torch.where(is_loss, part.loss_sum.detach(), others)
+        return torch.where(is_loss, part.loss_sum.detach().reshape(()), others)
     pairs = [(part.loss_sum, part.weight), *(part.parts[name] for name in names)]
     return torch.stack([number(n, part.loss_sum.device) for pair in pairs for n in pair])
 
@@ -146,7 +148,7 @@ class Progress:
         rows = torch.stack([report.sums for report in reports]).tolist()
         norms = torch.stack([report.grad_norm for report in reports]).tolist()
         for step, row, norm in zip(steps, rows, norms, strict=True):
-            if self.bad is None and not math.isfinite(row[0] + norm):
+            if self.bad is None and not (abs(row[0]) <= MAX_NUMBER and norm <= MAX_NUMBER):
                 self.bad = step, row[0] / row[1] if row[1] else row[0], norm
             for place, name in enumerate(("loss", *reports[0].names)):
                 for sums in (self.interval, self.epoch):

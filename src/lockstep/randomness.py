@@ -65,16 +65,11 @@ def set_others(seed: int) -> None:
     random.seed(seed)
 
 
-def were_used(seed: int) -> bool:
-    """Say whether one of the three was drawn from since `set_all(seed)`."""
-    found = _draw()
-    set_all(seed)
-    return found != _draw()
-
-
-def _draw() -> tuple[float, ...]:
-    ours = float(torch.rand((), generator=torch.default_generator, device="cpu"))
-    return ours, random.random(), np.random.random_sample()
+def others_were_used(seed: int) -> bool:
+    """Say whether NumPy or Python's `random` was drawn from since it was seeded by `seed`."""
+    found = random.random(), np.random.random_sample()
+    set_others(seed)
+    return found != (random.random(), np.random.random_sample())
 
 
 _spare: list[np.random.MT19937] = []

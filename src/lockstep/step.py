@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lockstep import late_compiler
 from lockstep.data.loader import StepBatch
 from lockstep.data.reader import MicroBatch
 from lockstep.exact import LeafSum
@@ -25,7 +26,7 @@ from lockstep.memory import fit_together
 from lockstep.non_finite import begin_momentum, divide, move
 from lockstep.numerics import drop_stale_casts, weights_cast_once
 from lockstep.parallel import bare, begin_exchanges, check_exchanged, end_step, local_gradients
-from lockstep.progress import StepReport, as_partial, constant, names_of, number, row_of
+from lockstep.progress import StepReport, as_partial, names_of, number, row_of
 from lockstep.randomness import seed_others, seed_torch
 from lockstep.runtime import World
 from lockstep.sharding import held, is_sharded, norm_of, sums_and_norm
@@ -109,8 +110,7 @@ def train_step(
         scaler.update()
     else:
         move(optimizer, grads, divisor, report, broken)
-    for parameter in moved:
-        parameter.grad = None
+    late_compiler.drop_gradients(optimizer, moved)
     end_step(model)
     return report
 
@@ -160,8 +160,9 @@ class _Backward:
     def go_back(self, own: PartialLoss, meeting: Meeting | None) -> None:
         """Add the gradient of the summed loss to the model's."""
         root, times = own.loss_sum + meeting.owed if meeting else own.loss_sum, None
-        if own.mean is not None and not meeting:  # two launches fewer, and the same bits
-            root, times = own.mean, constant(float(own.weight), root.device, root.dtype)
+        if own.mean is not None and not meeting:  # a launch fewer, and the same bits
+            # Made anew each time: it may become, as it is, a parameter's gradient.
+            root, times = own.mean, torch.full_like(own.mean, float(own.weight))
         (self.scaler.scale(root) if self.scaler else root).backward(times)  # type: ignore[no-untyped-call]
 
     def part(

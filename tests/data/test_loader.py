@@ -409,7 +409,12 @@ class DrawsLate(Augmented):
         return (index, self.draw() if index >= 6 else 0.0)
 
 
-DRAWS = {"random": random.random, "numpy": np.random.rand, "torch": lambda: float(torch.randn(()))}
+DRAWS = {
+    "random": random.random,
+    "numpy": np.random.rand,
+    "torch": lambda: float(torch.randn(())),
+    "a generator of its own": lambda: np.random.default_rng(torch.initial_seed()).random(),
+}
 
 
 @pytest.mark.parametrize("name", DRAWS)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset, Subset
 
 from lockstep.data.feed import pin
 from lockstep.data.order import Ids, Leaf, Order, mix
 from lockstep.errors import DataError, LockstepError
-from lockstep.randomness import derive_seed, seed_all, set_all, untouched, were_used
+from lockstep.randomness import derive_seed, others_were_used, seed_all, set_all, untouched
 
 Collate = Callable[[list[Any]], Any]
 
@@ -82,9 +83,9 @@ class LeafReader:
     _ahead: tuple[int, int, Ids, list[int]] = (0, 0, np.array([], dtype=np.int64), [])
     """An epoch, a position in it, and the samples from there on, with their seeds."""
     _draws: bool | None = None
-    """Whether samples draw from torch, NumPy or `random`; None until the first leaf."""
+    """Whether samples draw from NumPy or Python's `random`; None until the first leaf."""
     _seeded = 0
-    """What these were seeded by last."""
+    """What these two were seeded by last."""
 
     def __getitem__(self, leaf: Leaf) -> MicroBatch:
         with untouched():  # in this process the caller's generators are not ours to move
@@ -97,18 +98,21 @@ class LeafReader:
             return self._collated(leaf, ids, all_of_it)
         known, micro_batch = self._draws, self._one_by_one(leaf, *wanted)
         if not known:
-            self._draws = were_used(self._seeded)
+            self._draws = others_were_used(self._seeded)
         return self._one_by_one(leaf, *wanted) if known is False and self._draws else micro_batch
 
     def _one_by_one(self, leaf: Leaf, ids: Ids, seeds: list[int]) -> MicroBatch:
         """Read a leaf sample by sample.
 
-        Where no sample has drawn from a global generator, these are seeded once a leaf. Should one
-        do so after all, its leaf is read again.
+        Where no sample has drawn from NumPy or Python's `random`, these are seeded once a leaf.
+        Should one do so after all, its leaf is read again. Torch is seeded for each sample: one
+        may ask for the seed, and draw by itself.
         """
         samples, good, skipped = [], [], []
         for index, (sample, seed) in enumerate(zip(ids.tolist(), seeds, strict=True)):
-            if not index or self._draws is not False:
+            if index and self._draws is False:
+                torch.default_generator.manual_seed(seed)
+            else:
                 set_all(seed)
                 self._seeded = seed
             try:
