@@ -13,7 +13,7 @@ from lockstep.data.loader import StepBatch
 from lockstep.errors import ConfigError
 from lockstep.non_finite import divide, unbroken
 from lockstep.plan import BatchConfig, plan_batches
-from lockstep.progress import StepReport, as_partial
+from lockstep.progress import Progress, StepReport, as_partial
 from lockstep.randomness import seed_all
 from lockstep.task import Context
 from lockstep.testing import FakeWorld, TinyTask
@@ -161,6 +161,29 @@ def test_an_optimizers_own_zero_grad_is_called() -> None:
     train_step(TASK.loss, model, Watched(model.parameters(), lr=0.1), first_batch(), WORLD)
     assert Watched.num == 1
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_complex_loss_is_refused_in_words() -> None:
+    def turned(model: nn.Module, data: dict[str, Tensor], context: Context) -> Tensor:
+        return (model(data["x"]) - data["y"]).square().mean() * 1j
+
+    with pytest.raises(ConfigError, match="not one number with a gradient"):
+        step(turned)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("value", [1e39, -1e39, float("inf"), float("nan")])
+def test_what_a_gpu_takes_for_infinite_is_found_when_numbers_are_read(
+    value: float, place: int
+) -> None:
+    """Or a run would move no more, and say nothing."""
+    good, progress = step()[0], Progress()
+    numbers = [good.sums.clone(), good.grad_norm.clone()]
+    numbers[place].view(-1)[0] = abs(value) if place else value
+    progress.take(good, first_batch())
+    assert progress.settle() is None
+    progress.take(StepReport(numbers[0], good.names, numbers[1], []), first_batch())
+    assert progress.settle() is not None
 
 
 def test_parts_are_summed_with_weights_of_their_own() -> None:
