@@ -1,8 +1,8 @@
 """A step of torch's fused Adam or AdamW, with its tensors listed at once.
 
 In each step torch goes through the parameters one by one and sorts them by device and type, which
-takes a twentieth of a small model's step. Owns: listing them in less. Does not own: the arithmetic,
-which is torch's kernel; nor any step that is not this plain one, which torch takes as ever.
+takes a hundredth of a small model's step on a GPU. Owns: listing them in less. Does not own: the
+arithmetic, which is torch's kernel; nor any other step than this plain one, which torch takes.
 """
 
 from operator import is_
