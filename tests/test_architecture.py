@@ -1,20 +1,18 @@
 """The folder tree is a promise; these tests keep it.
 
-A newcomer may trust that the spine imports nothing from the ring, that it stays
-small enough to read, that importing does nothing, and that the README's tree is
-the tree. Every guard here has a companion that plants a fault and sees it caught.
+A newcomer may trust that the spine imports nothing from the ring, that importing
+does nothing, and that the README's tree is the tree. Every guard here has a companion
+that plants a fault and sees it caught.
 """
 
 import ast
-import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tokenize
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,20 +20,6 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 SRC = REPOSITORY / "src"
 RING = {"launch", "doctor", "bench", "certify", "board", "cli", "testing"}
-
-SPINE_LINE_BUDGET = 5_825
-FIRST_HOUR = (
-    "task.py",
-    "step.py",
-    "trainer.py",
-    "runtime.py",
-    "config.py",
-    "plan.py",
-    "data/order.py",
-    "data/loader.py",
-    "checkpoint/store.py",
-)
-FIRST_HOUR_LINE_BUDGET = 1_400
 
 PUBLIC_NAMES = {
     "fit",
@@ -195,58 +179,6 @@ def test_the_recipe_guard_tells_run_time_from_import() -> None:
     late = "def find(name):\n    return import_module(f'lockstep_recipes.{name}')"
     assert reaches_recipes(late)
     assert not reaches_recipes(late, at_import=True)
-
-
-# --- Size ----------------------------------------------------------------------
-
-
-def num_code_lines(source: str) -> int:
-    """Count the lines that do something: a budget that counted words would buy silence."""
-    strings = (
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
-    silent = {n for node in strings for n in range(node.lineno, (node.end_lineno or 0) + 1)}
-    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    lines = {
-        number
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type not in (*layout, tokenize.ENDMARKER)
-        for number in range(token.start[0], token.end[0] + 1)
-    }
-    return len(lines - silent)
-
-
-def over_budget(sources: Mapping[str, str], budget: int) -> str:
-    """Return what is too long, longest file first; empty when the budget holds."""
-    lines = {name: num_code_lines(source) for name, source in sources.items()}
-    total = sum(lines.values())
-    if total <= budget:
-        return ""
-    longest = sorted(lines.items(), key=lambda item: -item[1])
-    return f"{total} lines, budget {budget}: " + ", ".join(f"{n} {count}" for n, count in longest)
-
-
-def test_the_spine_stays_small() -> None:
-    sources = {name_of(f): f.read_text() for f in spine_files()}
-    assert not over_budget(sources, SPINE_LINE_BUDGET)
-
-
-def test_the_first_hour_is_an_hour() -> None:
-    sources = {name: (SRC / "lockstep" / name).read_text() for name in FIRST_HOUR}
-    assert not over_budget(sources, FIRST_HOUR_LINE_BUDGET)
-
-
-def test_the_budget_guard_can_fail() -> None:
-    sources = {
-        "a.py": '"""Words."""\n\nx = 1  # and more\n',
-        "b.py": "x = (\n    1\n)\n# why\ny = 2\n",
-    }
-    assert over_budget(sources, 5) == ""
-    assert over_budget(sources, 4) == "5 lines, budget 4: b.py 4, a.py 1"
 
 
 # --- Names ---------------------------------------------------------------------
