@@ -17,6 +17,11 @@ ECHO_S = 1.0
 process, and a launcher that got it too passes it on once more."""
 
 EXIT_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
+"""Exit codes of a run that was stopped and has saved: 128 + the signal's number."""
+
+EXIT_NOT_SAVED = 5
+"""Exit code of a run that was stopped before it could save: the steps since the last checkpoint
+will be repeated."""
 
 _active: "StopSignals | None" = None
 _fork_hook_set = False
