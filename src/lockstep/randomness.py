@@ -48,6 +48,12 @@ def seed_others(*key: int | str) -> None:
     set_others(derive_seed(*key))
 
 
+def seed_everything(device: torch.device, seed: int, *key: int | str) -> None:
+    """Seed torch's generators of the CPU and of `device`, NumPy's and Python's `random`."""
+    seed_torch(device, seed, "torch", *key)
+    seed_others(seed, "others", *key)
+
+
 def seed_all(*key: int | str) -> None:
     """Seed torch's CPU generator, NumPy's and Python's alike."""
     set_all(derive_seed(*key))

@@ -14,6 +14,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
+from lockstep.data.fingerprint import READ_S
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import StepBatch
 from lockstep.data.order import Ids
@@ -162,6 +163,8 @@ def banner(run: Run) -> list[str]:
     by = world.launcher + (f", {world.backend}" if world.backend else "")
     lines = [f"lockstep: {run.task.name} on {world.size} x {world.device.type} (started by {by})"]
     lines += [*run.task.banner(world, run.contract), *run.contract.describe()]
+    limit = run.config.max_grad_norm
+    lines.append(f"Gradient clipping: {'none' if limit is None else f'at norm {limit:g}'}")
     lines += [f"passed over {path}: {reason}" for path, reason in run.rejected]
     warmup = warmup_length(run.config.schedule, plan.steps_per_epoch)
     if warmup > total_steps:
@@ -172,6 +175,11 @@ def banner(run: Run) -> list[str]:
             f"warning: linear scaling multiplies the rate by {world.size}, but the effective batch "
             f"is still {plan.global_batch}"
         )
+    lines += [
+        f"warning: the {name} samples were not compared between ranks: two reads of a sample gave "
+        f"different contents, or took longer than {READ_S:g} s"
+        for name in run.not_compared
+    ]
     if is_stream(run.loader.dataset):
         lines.append(
             "the training data are a stream: read in the order it comes, from its start again "

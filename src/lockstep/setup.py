@@ -29,6 +29,7 @@ from lockstep.checkpoint import (
     snapshot,
 )
 from lockstep.config import RunConfig
+from lockstep.data.fingerprint import check_same_samples
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import Loader
 from lockstep.data.reader import is_stream
@@ -38,7 +39,7 @@ from lockstep.numerics import fingerprint, settle_numerics
 from lockstep.parallel import Averaging, bare, replicate
 from lockstep.plan import Contract
 from lockstep.progress import Progress
-from lockstep.randomness import seed_all
+from lockstep.randomness import seed_all, seed_everything
 from lockstep.rehearsal import rehearsed
 from lockstep.resuming import (
     agree_on_contract,
@@ -52,6 +53,11 @@ from lockstep.resuming import (
 from lockstep.runtime import World, launched
 from lockstep.sharding import is_sharded, shard
 from lockstep.task import Task
+
+SAME_FILES = (
+    "build the same data on every rank: take no seed from the rank or the clock, sort file lists, "
+    "and read files that all nodes share"
+)
 
 
 @dataclass
@@ -75,7 +81,9 @@ class Run:
     resumed_from: Checkpoint | None = None
     rejected: list[tuple[Path, str]] = field(default_factory=list)
     prints: dict[str, Any] = field(default_factory=dict)
-    """What the data held when the run began, on the first rank."""
+    """What the data held when the run began."""
+    not_compared: list[str] = field(default_factory=list)
+    """Which data, "training" or "held-out", could not be compared between ranks."""
     leaf_sum: LeafSum | None = None
     """In exact mode, what adds up."""
     averaging: Averaging | None = None
@@ -220,7 +228,10 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     check_alike("settings", settings, world)
     settle_numerics(config, world.device, stack)
     together(world, lambda: _take_folder(folder, world, stack))
+    # Two streams: the held-out data do not depend on what the training data drew.
+    seed_everything(world.device, config.seed, "training data")
     data = together(world, task.train_data)
+    seed_everything(world.device, config.seed, "held-out data")
     held_out = together(world, lambda: _held_out(task))
     check_alike("numbers of training samples", _length(data), world)
     check_alike("numbers of held-out samples", _length(held_out), world)
@@ -232,14 +243,20 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
     found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
     check_alike("checkpoints to go on from", found, world)
-    prints = take_prints(data, held_out, config.seed, checkpoint) if world.is_first else {}
+    prints = together(world, lambda: take_prints(data, held_out, config.seed, checkpoint))
+    named = {"training": data, "held-out": held_out}
+    not_compared = [
+        name
+        for name, dataset in named.items()
+        if not check_same_samples(name, dataset, prints[name], world, SAME_FILES)
+    ]
     contract = together(
         world,
         lambda: agree_to_go_on(
             checkpoint,
             config,
             changed_settings(checkpoint, config, task.settings(), task.may_change)
-            + changed_data(checkpoint, prints, {"training": data, "held-out": held_out}),
+            + changed_data(checkpoint, prints, named),
             lambda: agree_on_contract(
                 config, data, world.size, checkpoint, task.gathers and not config.exact
             ),
@@ -267,6 +284,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         )
 
     loader = together(world, build_loader)
+    loader.is_compared = loader.is_compared or not is_stream(data)
     together(world, lambda: _settle_folder(folder, task, config, world))
     seed_all(config.seed, "weights")
     model = together(world, task.build_model)
@@ -298,6 +316,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         store=store,
         rejected=rejected,
         prints=prints,
+        not_compared=not_compared,
         averaging=Averaging(world, config.gradients.dtype),
     )
     if checkpoint is not None:

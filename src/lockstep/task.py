@@ -126,7 +126,12 @@ class Task:
         raise NotImplementedError
 
     def train_data(self) -> Any:
-        """Return the training samples: anything with `len` and an integer index, or an iterable."""
+        """Return the training samples: anything with `len` and an integer index, or an iterable.
+
+        They must be the same on every rank. Torch, NumPy and Python's `random` are seeded before,
+        and again before `eval_data`: where both make a random split of the same samples, give
+        the split a generator of its own (`torch.Generator().manual_seed(0)`).
+        """
         raise NotImplementedError
 
     def eval_data(self) -> Any | None:
@@ -217,7 +222,12 @@ class Task:
         return default_collate(samples)
 
     def state(self) -> dict[str, Any]:
-        """Return what the task itself must remember across a resume (statistics, vocabularies)."""
+        """Return what the task itself must remember across a resume (statistics, vocabularies).
+
+        It must be the same on every rank: checkpoints keep the first rank's. Ranks are compared
+        after the first step and at every save, and refused where they differ. Only running
+        statistics of batch normalization may be a rank's own, as they are in the model.
+        """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

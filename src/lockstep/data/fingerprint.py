@@ -1,7 +1,7 @@
-"""What a data set held when a checkpoint was saved, and what has changed in it since.
+"""What a data set holds: on every rank the same, and since a checkpoint unchanged.
 
-Owns: the print that checkpoints keep, and the words for a difference. Does not own: what
-is done about one. A print does not know where the data lie: a copy elsewhere is the same.
+Owns: the print that checkpoints keep and ranks compare, and the words for a difference. A
+print does not know where the data lie: a copy elsewhere is the same.
 
 A data set may offer `fingerprint()`: a text for each sample, in order, that changes with
 it; `file_print` makes one of files. Of any other, a few samples are read as the loader
@@ -9,23 +9,27 @@ would, in a process of their own: reading may open files, which forked workers m
 """
 
 import hashlib
+import json
 import math
 import multiprocessing
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, set_num_threads
+from torch import set_num_threads
+from torch.utils.data import TensorDataset
 
+from lockstep.data.contents import contents_of, same_contents
 from lockstep.data.reader import is_stream, names_of, sample_seeds
+from lockstep.errors import ConfigError
 from lockstep.randomness import set_all, untouched
+from lockstep.runtime import World
 
 MAX_ENTRIES = 4096
 """Of more samples, several share an entry: a checkpoint keeps at most 32 kB."""
@@ -35,8 +39,6 @@ WHOLE_BYTES, PIECE_BYTES, NUM_PIECES = 16_384, 4096, 4
 NUM_SAMPLES = 8
 READ_S = 20.0
 """How long reading them may take; half of it, and no further one is begun."""
-ROUNDING = 1e-5
-"""Of the mean size of a sample's numbers: processors differ in the last bits of a float."""
 
 
 def take_print(dataset: Any, seed: int, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -54,8 +56,65 @@ def take_print(dataset: Any, seed: int, like: Mapping[str, Any] | None = None) -
     wanted = {int(name) for name in like.get("samples", {})} if like else set()
     indices = [i for i in sorted(wanted or spread(length, NUM_SAMPLES)) if i < length]
     read = partial(_read_samples, dataset, seed, indices)
-    samples = read() if isinstance(dataset, list | tuple) else _elsewhere(read)
+    is_in_memory = isinstance(dataset, list | tuple | TensorDataset)
+    samples = read() if is_in_memory else _elsewhere(read)
     return {"length": length, "samples": samples}
+
+
+def check_same_samples(
+    what: str, dataset: Any, own: Mapping[str, Any], world: World, remedy: str
+) -> bool:
+    """Refuse ranks whose prints of a data set differ from the first rank's. Collective.
+
+    Ranks may have read different numbers of samples, because a read takes too long on one of
+    them: those that both have are compared.
+
+    Args:
+        what: "training" or "held-out".
+        dataset: Names the samples that differ.
+        own: This rank's print.
+        world: Whose ranks are compared.
+        remedy: What to try where they differ.
+
+    Returns:
+        Whether every rank had something to compare.
+    """
+    if world.size == 1 or not own:
+        return True
+    first = json.loads(world.all_texts(json.dumps(own) if world.is_first else "{}")[0])
+    compared, difference = _compare_with_first(first, own, dataset)
+    # As JSON: the name of a file may hold what UTF-8 cannot encode.
+    texts = world.all_texts(json.dumps([compared, difference]))
+    for rank, text in enumerate(texts):
+        difference = json.loads(text)[1]
+        if difference:
+            problem = f"ranks 0 and {rank} see different {what} samples: {difference}"
+            error = ConfigError(problem, remedy)
+            error.is_shared = True
+            raise error
+    return all(json.loads(text)[0] for text in texts)
+
+
+def _compare_with_first(
+    first: Mapping[str, Any], own: Mapping[str, Any], dataset: Any
+) -> tuple[int, str]:
+    """Return how many entries or samples were compared, and how they differ."""
+    if not ("samples" in first and "samples" in own):
+        return len(own.get("entries", ())), differences(first, own, dataset)
+    compared, different = _compare_samples(first, own)
+    if not different:
+        return compared, ""
+    verb = "differs" if len(different) == 1 else "differ"
+    return compared, f"{_names(dataset, different)} {verb} ({compared} compared)"
+
+
+def _compare_samples(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """Return how many samples two prints share, and which of these differ."""
+    both = [index for index in a["samples"] if index in b["samples"]]
+    different = [
+        int(index) for index in both if not same_contents(a["samples"][index], b["samples"][index])
+    ]
+    return len(both), different
 
 
 def spread(length: int, count: int) -> list[int]:
@@ -74,8 +133,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], dataset: Any) ->
         return ""
     name, grown = partial(_names, dataset), new["length"] - old["length"]
     if "samples" in old:
-        both = [i for i in old["samples"] if i in new["samples"]]
-        edited = [int(i) for i in both if not _alike(old["samples"][i], new["samples"][i])]
+        _, edited = _compare_samples(old, new)
         said = [f"{abs(grown)} {'added' if grown > 0 else 'removed'}"] if grown else []
         return ", ".join(said + ([f"other contents: {name(edited)}"] if edited else []))
     before, now, each = old["entries"], new["entries"], old["per_entry"]
@@ -148,14 +206,14 @@ def _read_samples(dataset: Any, seed: int, indices: Iterable[int]) -> dict[str, 
     def read(index: int) -> list[Any]:
         set_all(*sample_seeds(seed, 0, np.array([index])))
         try:
-            return _contents(dataset[index])
+            return contents_of(dataset[index])
         except Exception as error:  # a bad sample is the loader's to name
             return [_digest(type(error).__name__.encode()), 0.0, 0.0]
 
     ends = time.monotonic() + READ_S / 2
     with untouched():
         pairs = [(i, read(i), read(i)) for i in indices if time.monotonic() < ends]
-    return {str(index): first for index, first, second in pairs if _alike(first, second)}
+    return {str(index): first for index, first, second in pairs if same_contents(first, second)}
 
 
 def _elsewhere(action: "partial[dict[str, Any]]") -> dict[str, Any]:
@@ -179,50 +237,6 @@ def _elsewhere(action: "partial[dict[str, Any]]") -> dict[str, Any]:
 def _answer(sender: Connection, action: "partial[dict[str, Any]]") -> None:
     set_num_threads(1)  # those that the parent had are not here: a larger sum would wait for them
     sender.send(action())
-
-
-def _contents(sample: Any) -> list[Any]:
-    """Return a digest of all in a sample but its floats, and two sums over those."""
-    digest, floats = hashlib.blake2b(digest_size=8), [np.zeros(0)]
-
-    def visit(part: Any) -> None:
-        if isinstance(part, Tensor):
-            part = part.detach().cpu()
-            part = part.float().numpy() if part.is_floating_point() else part.numpy()
-        if isinstance(part, float | np.floating):
-            part = np.asarray(part)
-        digest.update(type(part).__name__.encode())
-        if isinstance(part, np.ndarray) and part.dtype.kind == "f":
-            digest.update(str(part.shape).encode())
-            floats.append(np.nan_to_num(part.astype(np.float64).ravel()))
-        elif isinstance(part, np.ndarray) and part.dtype.kind != "O":
-            digest.update(str((part.shape, part.dtype)).encode() + part.tobytes())
-        elif isinstance(part, Mapping):
-            for key in part:
-                visit(key)
-                visit(part[key])
-        elif isinstance(part, list | tuple):
-            for item in part:
-                visit(item)
-        elif is_dataclass(part) and not isinstance(part, type):
-            for own in fields(part):
-                visit(getattr(part, own.name))
-        elif part is None or isinstance(part, str | bytes | int | np.generic):
-            digest.update(repr(part).encode())
-        elif hasattr(part, "__array_interface__"):  # an image
-            visit(np.asarray(part))
-
-    visit(sample)
-    values = np.concatenate(floats)
-    wave = np.cos(np.arange(len(values)))
-    scale = float(np.abs(values).mean()) if len(values) else 0.0
-    return [digest.hexdigest(), float(values @ wave), scale]
-
-
-def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Say whether two samples hold the same, but for the rounding of floats."""
-    tolerance = ROUNDING * (max(a[2], b[2]) or 1.0)
-    return bool(a[0] == b[0] and abs(a[1] - b[1]) <= tolerance and abs(a[2] - b[2]) <= tolerance)
 
 
 def _digest(content: bytes | memoryview, size: int = 8) -> str:

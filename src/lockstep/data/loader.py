@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 from lockstep.agreement import check_alike
 from lockstep.data.feed import to_device
+from lockstep.data.fingerprint import NUM_SAMPLES, check_same_samples, take_print
 from lockstep.data.order import (
     Leaf,
     Order,
@@ -35,12 +36,20 @@ from lockstep.data.reader import (
     is_stream,
 )
 from lockstep.data.workers import read_in_workers
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, own_exit_code
 from lockstep.plan import BatchConfig, BatchPlan, plan_batches, resume_plan
 from lockstep.runtime import World
 
 STREAM_LENGTH = 2**62
 """A stream is one endless epoch, in which a sample's id is its position."""
+SAME_DATA = (
+    "seed before building the data (torch.manual_seed(0)), or build it once and load it from a "
+    "file; sort file lists"
+)
+SAME_STREAM = (
+    "draw random numbers from the global generators of torch, NumPy or Python, which are seeded "
+    "for each sample, or give the stream's own generator a fixed seed"
+)
 
 
 class LoaderConfig(BaseModel):
@@ -72,7 +81,7 @@ class StepBatch:
 class Loader:
     """Iterate over the steps of a run: `for batch in Loader(dataset, world, batch_size=32)`.
 
-    All ranks do; they begin together, at the same step, or are refused.
+    All ranks do; they begin together, at the same step, with the same samples, or are refused.
 
     Give `plan` or `batch_size`. Set `consumed` (a checkpoint holds it) to go on
     where a run stopped: reading seeks there, nothing is read again.
@@ -104,6 +113,10 @@ class Loader:
         self.consumed = self._shift = 0
         self._config = config or LoaderConfig()
         self._reader = build_reader(dataset, self.order, seed, collate, self._config.on_bad_sample)
+        self.is_compared = world.size == 1
+        """Whether ranks are known to see the same samples."""
+        if isinstance(self._reader, StreamReader) and not self.is_compared:
+            self._reader.num_printed = NUM_SAMPLES
 
     def __len__(self) -> int:
         """Return the steps that are left."""
@@ -156,18 +169,48 @@ class Loader:
         self.seek(state["step"], state["consumed"])
 
     def __iter__(self) -> Iterator[StepBatch]:
-        place = f"step {self.step} of {self.total_steps}, {self.plan.num_samples} samples"
-        check_alike("places to begin", place, self._world)
+        self._begin_together()
         steps, rank = range(self.step, self.total_steps), self._world.rank
         plan, shift = self.plan, self._shift
         wanted = (leaf for step in steps for leaf in leaves_of(plan, step - shift, rank))
         read = read_leaves(self._reader, wanted, self._config, self._world)
         for step in steps:
             num_leaves = num_leaves_of(plan, step - shift)
-            mine = [next(read) for _ in range(math.ceil(num_leaves / plan.world_size))]
+            mine = self._read_step(read, math.ceil(num_leaves / plan.world_size))
             # Consumed, not fetched: whoever saves inside the loop body has trained on this step.
             self.consumed = consumed_after(plan, step - shift)
             yield StepBatch(step, mine[0].leaf.epoch, mine, self.consumed, num_leaves)
+
+    @own_exit_code()
+    def _begin_together(self) -> None:
+        """Refuse ranks that would begin at different steps, or that see different samples."""
+        place = f"step {self.step} of {self.total_steps}, {self.plan.num_samples} samples"
+        check_alike("places to begin", place, self._world)
+        if not self.is_compared and not is_stream(self.dataset):
+            own = take_print(self.dataset, self._reader.seed)
+            check_same_samples("training", self.dataset, own, self._world, SAME_DATA)
+            self.is_compared = True
+
+    @own_exit_code()
+    def _read_step(self, read: Iterator[MicroBatch], num_leaves: int) -> list[MicroBatch]:
+        """Read this rank's micro-batches of a step; compare the first samples of a stream.
+
+        A stream cannot be read ahead of its first step, as other data are.
+        """
+        if self.is_compared:
+            return [next(read) for _ in range(num_leaves)]
+        failure: DataError | None = None
+        try:
+            mine = [next(read) for _ in range(num_leaves)]
+        except DataError as error:  # the other ranks wait in the comparison below
+            failure = error
+        assert isinstance(self._reader, StreamReader)
+        own = {"samples": self._reader.contents}
+        check_same_samples("training", self.dataset, own, self._world, SAME_STREAM)
+        self.is_compared = True
+        if failure:
+            raise failure
+        return mine
 
 
 def plan_for(dataset: Any, batch: BatchConfig, world_size: int) -> BatchPlan:

@@ -8,13 +8,14 @@ call (`__getitems__`), by the first sample of it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset
 
+from lockstep.data.contents import contents_of
 from lockstep.data.feed import pin
 from lockstep.data.order import Ids, Leaf, Order, mix
 from lockstep.errors import DataError, LockstepError
@@ -162,6 +163,7 @@ class LeafReader:
             return MicroBatch(leaf, ids, None, error=(problem, "samples alike, or another collate"))
 
 
+@dataclass
 class StreamReader(LeafReader):
     """Read leaves off an iterable: all ranks walk along it, each keeps its own positions.
 
@@ -169,7 +171,11 @@ class StreamReader(LeafReader):
     consumed, which costs reading it.
     """
 
-    _position = 0
+    num_printed: int = 0
+    """How many samples from the start of the stream to keep the contents of."""
+    contents: dict[str, list[Any]] = field(default_factory=dict)
+    """These contents, by position."""
+    _position: int = 0
     _samples: Iterator[Any] | None = None
 
     def read(self, leaf: Leaf) -> MicroBatch:
@@ -187,6 +193,8 @@ class StreamReader(LeafReader):
             except Exception as error:
                 story = _explain(self.dataset, self._position, error)
                 return MicroBatch(leaf, np.array([], dtype=np.int64), None, error=story)
+            if self._position < self.num_printed:  # now: a collate may change it in place
+                self.contents[str(self._position)] = contents_of(sample)
             if self._position >= leaf.start:
                 samples.append(sample)
             self._position += 1

@@ -39,7 +39,7 @@ from lockstep.detect import Launch
 from lockstep.doctor.findings import Findings
 from lockstep.errors import DataError, LockstepError
 from lockstep.launch.worker import run_script
-from lockstep.randomness import seed_all
+from lockstep.randomness import seed_all, seed_everything
 from lockstep.resuming import agree_on_contract, choose_checkpoint
 from lockstep.runtime import World, choose_device, launched, leave_process
 from lockstep.schedule import warmup_length
@@ -139,9 +139,12 @@ class Look:
             raise DataError(f"cannot save in {base}: {error.strerror}", "") from error
 
     def _data(self) -> None:
+        cpu, seed = torch.device("cpu"), self.config.seed
+        seed_everything(cpu, seed, "training data")
         self.data = self.task.train_data()
         self.found.is_stream = is_stream(self.data)
         self.found.num_samples = 0 if self.found.is_stream else len(self.data)
+        seed_everything(cpu, seed, "held-out data")
         held_out = self.task.eval_data()
         self.found.num_held_out = 0 if held_out is None else len(held_out)
 

@@ -1,0 +1,81 @@
+"""What a sample or a state holds, in four values that processes and runs can compare.
+
+Owns: the digest, and the tolerance for rounding. Does not own: what is compared with what.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+ROUNDING = 1e-5
+"""Relative to the mean size of the floats: processors differ in the last bits of a float."""
+
+Contents = Sequence[Any]
+"""A digest of everything but floats; of the floats a weighted sum, the mean size and the number.
+Checkpoints of earlier versions lack the number."""
+
+
+def contents_of(value: Any) -> list[Any]:
+    """Return the `Contents` of a sample or a state, as JSON can hold them.
+
+    Of an absolute path only the last part counts, because a copy of the data elsewhere is the
+    same data. Objects of unknown types count by their type alone.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    floats = [np.zeros(0)]
+
+    def visit(part: Any) -> None:
+        if isinstance(part, Tensor):
+            part = _as_array(part)
+        if isinstance(part, float | np.floating):
+            part = np.asarray(part)
+        if isinstance(part, str) and os.path.isabs(part):
+            part = os.path.basename(part)
+        digest.update(type(part).__name__.encode())
+        if isinstance(part, np.ndarray) and part.dtype.kind == "f":
+            digest.update(str(part.shape).encode())
+            floats.append(np.nan_to_num(part.astype(np.float64).ravel()))
+        elif isinstance(part, np.ndarray) and part.dtype.kind != "O":
+            digest.update(str((part.shape, part.dtype)).encode() + part.tobytes())
+        elif isinstance(part, Mapping):
+            for key in part:
+                visit(key)
+                visit(part[key])
+        elif isinstance(part, list | tuple):
+            for item in part:
+                visit(item)
+        elif is_dataclass(part) and not isinstance(part, type):
+            for own in fields(part):
+                visit(getattr(part, own.name))
+        elif part is None or isinstance(part, str | bytes | int | np.generic):
+            digest.update(repr(part).encode())
+        elif hasattr(part, "__array_interface__"):  # an image
+            visit(np.asarray(part))
+
+    visit(value)
+    values = np.concatenate(floats)
+    wave = np.cos(np.arange(len(values)))
+    scale = float(np.abs(values).mean()) if len(values) else 0.0
+    return [digest.hexdigest(), float(values @ wave), scale, len(values)]
+
+
+def same_contents(a: Contents, b: Contents) -> bool:
+    """Say whether two values hold the same, apart from the rounding of floats."""
+    tolerance = ROUNDING * (max(a[2], b[2]) or 1.0)
+    count = a[3] if len(a) > 3 else 1
+    sum_tolerance = tolerance * max(1.0, count**0.5)  # rounding errors add up as a random walk
+    same_floats = abs(a[1] - b[1]) <= sum_tolerance and abs(a[2] - b[2]) <= tolerance
+    return bool(a[0] == b[0] and same_floats)
+
+
+def _as_array(tensor: Tensor) -> Any:
+    tensor = tensor.detach().cpu()
+    try:
+        return tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy()
+    except (RuntimeError, TypeError):  # sparse or nested: counts by its type
+        return tensor
