@@ -21,7 +21,7 @@ from lockstep.data.order import share
 from lockstep.data.reader import MicroBatch
 from lockstep.exact import TreeSum, sum_nodes
 from lockstep.progress import as_partial, number
-from lockstep.randomness import seed_torch
+from lockstep.randomness import seed_everything
 from lockstep.runtime import World
 from lockstep.sharding import is_sharded
 from lockstep.task import Context, Task
@@ -91,10 +91,11 @@ def evaluate(
         batches = read_held_out(data, batch_size, world, seed, task.collate, loader, keeps_company)
         for micro_batch in _all_have(batches, world) if keeps_company else batches:
             place = micro_batch.leaf.place
-            seed_torch(world.device, seed, "torch", "evaluation", place)
             context = Context(world, seed, step, place, training=False, counts=micro_batch.counts)
+            seed_everything(world.device, seed, "evaluation", place)
             counted = (typical or task.weights(micro_batch.data, context)).items()
             own = {k: (n := number(v, world.device)).masked_fill(n <= 0, 1) for k, v in counted}
+            seed_everything(world.device, seed, "evaluation", place)
             with autocast or nullcontext():
                 result = task.evaluate(model, micro_batch.data, replace(context, weights=own))
             if not micro_batch.counts:  # and comes first: what it has left in the metrics goes

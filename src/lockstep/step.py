@@ -27,7 +27,7 @@ from lockstep.non_finite import begin_momentum, divide, move
 from lockstep.numerics import drop_stale_casts, weights_cast_once
 from lockstep.parallel import bare, begin_exchanges, check_exchanged, end_step, local_gradients
 from lockstep.progress import StepReport, as_partial, names_of, number, row_of
-from lockstep.randomness import seed_others, seed_torch
+from lockstep.randomness import seed_everything
 from lockstep.runtime import World
 from lockstep.sharding import held, is_sharded, norm_of, sums_and_norm
 from lockstep.task import Context, PartialLoss
@@ -170,9 +170,8 @@ class _Backward:
     ) -> PartialLoss:
         """Return the loss of a micro-batch, with the random streams of its place."""
         place = micro_batch.leaf.place
-        seed_torch(self.world.device, self.seed, "torch", self.batch.step, place)  # dropout, say
-        if self.leaf_sum:
-            seed_others(self.seed, "others", self.batch.step, place)
+        # For dropout and other random numbers of the model or the loss.
+        seed_everything(self.world.device, self.seed, self.batch.step, place)
         context = Context(
             self.world,
             self.seed,
@@ -194,7 +193,10 @@ def all_weights(
     """Return the step's total weight of each term of the loss. Collective."""
     rows = []
     for micro_batch in batch.micro_batches:
-        context = Context(world, seed, batch.step, micro_batch.leaf.place)
+        place = micro_batch.leaf.place
+        # As before the loss: what is drawn here to count units, the loss draws again.
+        seed_everything(world.device, seed, batch.step, place)
+        context = Context(world, seed, batch.step, place)
         counted = weights(micro_batch.data, context)
         if not counted:
             return {}

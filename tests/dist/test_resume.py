@@ -304,10 +304,12 @@ def test_every_number_of_ranks_trains_on_the_same_micro_batches(
 
 
 class ForgetfulTask(RestlessTask):
-    """Draws its noise from a global generator, whose state no checkpoint holds."""
+    """Draws its noise from a generator of its own, whose state no checkpoint holds."""
+
+    generator = np.random.default_rng(0)
 
     def noise(self, shape: torch.Size, context: Context) -> Tensor:
-        return torch.from_numpy(np.random.randn(*shape))
+        return torch.from_numpy(self.generator.standard_normal(shape))
 
 
 def test_the_comparison_sees_randomness_that_does_not_repeat(tmp_path: Path) -> None:
