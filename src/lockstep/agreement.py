@@ -4,15 +4,27 @@ Owns: how an error travels between ranks, and seeing that they agree. Does not o
 wrong.
 """
 
+import hashlib
 import json
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+from torch import Tensor
 
 from lockstep import errors
+from lockstep.data.contents import contents_of, same_contents
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime import World
 
 T = TypeVar("T")
+
+SAME_STATE = (
+    "make it the same on every rank: sum it over ranks (context.world.all_sum) or key it by "
+    "sample, or leave it out of Task.state()"
+)
+RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Of batch normalization: every rank has its own, and checkpoints keep the first rank's."""
 
 
 def together(world: World, action: Callable[[], T]) -> T:
@@ -55,3 +67,58 @@ def _around_difference(a: str, b: str) -> tuple[str, str]:
     """Return both texts, cut to where they part."""
     start = max(0, next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0) - 30)
     return a[start : start + 60], b[start : start + 60]
+
+
+def state_difference(state: Mapping[str, Any], world: World) -> str:
+    """Say where a task's state differs between ranks; nothing if it is the same. Collective.
+
+    A checkpoint keeps the first rank's state only. Floats may differ by rounding.
+    """
+    if world.size == 1:
+        return ""
+    own = {name: [contents_of(value), _shown(value)] for name, value in _values(state)}
+    text = json.dumps(own)
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    label = int.from_bytes(digest, "little")
+    highest, lowest = world.all_max(label, -label)
+    if highest == -lowest:
+        return ""
+    first = json.loads(world.all_texts(text if world.is_first else "{}")[0])
+    own_difference = _first_difference(first, own, world.rank)
+    differences = [json.loads(said) for said in world.all_texts(json.dumps(own_difference))]
+    return next((said for said in differences if said), "")
+
+
+def _values(state: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what a state holds by dotted name: each tensor, and each value at the top."""
+    for key, value in state.items():
+        name = f"{above}{key}"
+        is_branch = isinstance(value, Mapping) and any(
+            isinstance(part, Tensor | np.ndarray | Mapping) for part in value.values()
+        )
+        if is_branch:
+            yield from _values(value, f"{name}.")
+        elif name.rpartition(".")[2] not in RUNNING_STATISTICS:
+            yield name, value
+
+
+def _shown(value: Any) -> str:
+    """Return a single value as text; of others, nothing."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    is_single = isinstance(value, int | float | str | None)
+    return repr(value)[:40] if is_single else ""
+
+
+def _first_difference(first: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> str:
+    for name in {**first, **own}:
+        if name not in own:
+            return f"key {name!r} is on rank 0 and not on rank {rank}"
+        if name not in first:
+            return f"key {name!r} is on rank {rank} and not on rank 0"
+        (there, there_shown), (here, here_shown) = first[name], own[name]
+        if not same_contents(there, here):
+            if there_shown and here_shown:
+                return f"key {name!r} is {there_shown} on rank 0 and {here_shown} on rank {rank}"
+            return f"key {name!r} is not the same on ranks 0 and {rank}"
+    return ""

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.agreement import together
+from lockstep.agreement import SAME_STATE, state_difference, together
 from lockstep.checkpoint import BackgroundWriter, Written, share_of, snapshot
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parallel import bare, follow_first
 from lockstep.record import Record
 from lockstep.setup import Run
@@ -43,7 +43,28 @@ class Saver:
         self._commit: Callable[[dict[str, dict[str, Any]]], object] | None = None
 
     def save(self, metrics: Mapping[str, float], is_best: bool = False) -> None:
-        """Copy the state of the run to host memory and let the writer store it. Collective."""
+        """Copy the state of the run to host memory and let the writer store it. Collective.
+
+        Raises:
+            ConfigError: on all ranks, once it is saved, if `Task.state` differs between them.
+        """
+        world = self.run.world
+        difference = state_difference(together(world, self.run.task.state), world)
+        self._save(metrics, is_best)
+        if difference:
+            self._refuse_state(difference)
+
+    def _refuse_state(self, difference: str) -> None:
+        """Stop a run whose task remembers something else on every rank: a resume would lose it."""
+        self.settle()
+        step = self.run.progress.step
+        where = f"step {step} was saved with rank 0's" if self.saved_step == step else "not saved"
+        problem = f"Task.state() differs between ranks: {difference}; {where}"
+        if not self.is_by_the_way:
+            raise ConfigError(problem, SAME_STATE)
+        self.record.events.write("warning", step, message=problem)
+
+    def _save(self, metrics: Mapping[str, float], is_best: bool) -> None:
         began = time.monotonic()
         self.settle()
         run, saving = self.run, self.run.config.checkpoint
@@ -138,7 +159,7 @@ class Saver:
         follow_first(bare(self.run.model), world)  # or each would write statistics of its own
         parts = self.run.parts()
         share = share_of({**parts, "task": {}}, world.rank, world.size)
-        if world.is_first:  # a task may remember something else on every rank
+        if world.is_first:  # all ranks have the same
             own = share_of({"task": parts["task"]})
             share.tensors.update(own.tensors)
             share.skeletons.update(own.skeletons)

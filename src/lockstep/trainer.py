@@ -14,7 +14,13 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from lockstep.agreement import check_alike, raise_together, together
+from lockstep.agreement import (
+    SAME_STATE,
+    check_alike,
+    raise_together,
+    state_difference,
+    together,
+)
 from lockstep.config import Cadence, RunConfig
 from lockstep.data.loader import StepBatch
 from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError, own_exit_code
@@ -178,6 +184,10 @@ class Trainer:
             if run.leaf_sum:
                 run.leaf_sum.raise_if_unused()
             check_alike("parts of the loss", " ".join(report.names), run.world)
+            # Now, and not only at the first save, which may be hours away.
+            state = together(run.world, run.task.state)
+            if difference := state_difference(state, run.world):
+                raise ConfigError(f"Task.state() differs between ranks: {difference}", SAME_STATE)
             if run.config.compile:
                 seconds = time.monotonic() - self._step_began
                 self.events.write("compiled", run.progress.step, local_seconds=seconds)
