@@ -1,11 +1,12 @@
 """A config that makes no sense is refused by the path of its key, with the nearest that does."""
 
+import inspect
 from fractions import Fraction
 
 import pytest
 import yaml
 
-from lockstep import RunConfig
+from lockstep import RunConfig, train_step
 from lockstep.config import Cadence
 from lockstep.errors import ConfigError
 
@@ -147,3 +148,8 @@ def test_a_fraction_means_what_was_written_not_the_float_next_to_it() -> None:
     tenth = Fraction(1, 10)
     due = [n for n in range(1, 10_001) if when.is_due(n, n * tenth, tenth)]
     assert len(due) == 10_000
+
+
+def test_both_entrances_clip_nothing_unless_asked() -> None:
+    default = inspect.signature(train_step).parameters["max_grad_norm"].default
+    assert RunConfig().max_grad_norm is default is None

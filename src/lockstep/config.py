@@ -108,7 +108,8 @@ class RunConfig(BaseModel):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     sinks: SinkConfig = Field(default_factory=SinkConfig)
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
-    max_grad_norm: PositiveFloat | None = 1.0
+    max_grad_norm: PositiveFloat | None = None
+    """Clip gradients whose norm over all parameters is larger; None clips nothing."""
     averages: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     sync_batch_norm: bool = False
     """Let batch normalisation see the micro-batches of all ranks together."""

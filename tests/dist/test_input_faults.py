@@ -334,7 +334,7 @@ def test_a_tasks_settings_bind_but_for_those_it_lets_go() -> None:
 
 
 def test_all_that_changed_is_in_one_error_before_the_first_step(tmp_path: Path) -> None:
-    fit(FaultyTask(), config_for(tmp_path, max_steps=2))
+    fit(FaultyTask(), config_for(tmp_path, max_steps=2, max_grad_norm=1.0))
     changes = {"max_steps": 4, "max_grad_norm": 2.0, "precision": "bf16", "rate": {"lr": 0.1}}
     with pytest.raises(ConfigError) as caught:
         fit(EditedTask(), config_for(tmp_path, **changes))

@@ -885,9 +885,7 @@ def own_loop(folder: Path, counts: bool = True, **more: Any) -> RunResult:
         run = prepare(task, config, world, stack)
         trainer = Trainer(run, signals, stack, also_say=["a loop of its own"])
         for batch in trainer.steps():
-            report = train_step(
-                task.loss, run.model, run.optimizer, batch, world, max_grad_norm=1.0
-            )
+            report = train_step(task.loss, run.model, run.optimizer, batch, world)
             if counts:
                 trainer.took(report, batch)
         return trainer.finish()
@@ -903,6 +901,17 @@ def test_a_loop_of_ones_own_is_fit_to_the_last_bit(num_ranks: int, tmp_path: Pat
     kinds = [[e["event"] for e in read_events(tmp_path / name)] for name in ("fit", "own")]
     assert kinds[0] == kinds[1]
     assert verdicts(tmp_path / "own") == verdicts(tmp_path / "fit")
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [(None, "Gradient clipping: none\n"), (0.5, "Gradient clipping: at norm 0.5\n")],
+)
+def test_the_banner_says_whether_gradients_are_clipped(
+    limit: float | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(TinyTask(NUM_SAMPLES), config_for(tmp_path, max_grad_norm=limit, max_steps=1))
+    assert said in capsys.readouterr().out
 
 
 def test_a_loop_that_does_not_count_its_steps_is_told_so(tmp_path: Path) -> None:
