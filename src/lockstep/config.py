@@ -1,7 +1,7 @@
 """RunConfig: everything that decides a run, checked before it starts.
 
-Owns: gathering the sections, turning text into values, and saying what is wrong
-with them. Does not own: the sections; each stands beside the code that reads it.
+Owns: gathering the sections. Does not own: the sections, each of which stands beside the code
+that reads it; turning text into values and saying what is wrong with them (`parse.py`).
 """
 
 import functools
@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.data.loader import LoaderConfig
-from lockstep.errors import ConfigError
+from lockstep.detect import MAX_TIMEOUT_S
+from lockstep.errors import ConfigError, shown
 from lockstep.observe.sinks import SinkConfig
 from lockstep.parallel import GradientConfig
-from lockstep.parse import parse_model, unknown_key
+from lockstep.parse import parse_model, parse_override, unknown_key
 from lockstep.plan import BatchConfig, RateConfig
-from lockstep.runtime import MAX_TIMEOUT_S
 from lockstep.schedule import ScheduleConfig
 
 _exactly = functools.cache(lambda number: Fraction(str(number)))
@@ -36,9 +35,11 @@ class Cadence(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _steps_alone(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _steps_alone(cls, values: Any) -> Any:
         """Take the default of one epoch for a choice only where no other was made."""
-        return {"every_epochs": None, **values} if values.get("every_steps") else values
+        if isinstance(values, Mapping) and values.get("every_steps"):
+            return {"every_epochs": None, **values}
+        return values
 
     def is_due(self, step: int, epochs: Fraction | int | None, since: Fraction | int = 1) -> bool:
         """Say whether it is time after `step` steps.
@@ -161,17 +162,16 @@ class RunConfig(BaseModel):
         """Return a copy with `section.key=value` texts applied, type-checked like the rest."""
         values = self.model_dump(mode="json")
         for text in overrides:
-            path, equals, value = text.partition("=")
-            if not equals:
-                raise ConfigError(f"{text!r} does not set anything", f"{text}=VALUE")
-            *sections, key = path.strip().split(".")
+            (*sections, key), value = parse_override(text)
             target = values
             for section in sections:
-                if not isinstance(target.get(section), dict):
-                    raise unknown_key(section, target, f"in {path!r}")
+                if section not in target:
+                    raise unknown_key(section, target, f"in --set {shown(text)}")
+                if not isinstance(target[section], dict):
+                    raise ConfigError(
+                        f"{section} in --set {shown(text)} is a value, not a section of settings",
+                        f"write --set {section}=value",
+                    )
                 target = target[section]
-            try:
-                target[key] = yaml.safe_load(value)
-            except yaml.YAMLError:
-                raise ConfigError(f"{value!r} in {text!r} is not a value", "quotes") from None
+            target[key] = value
         return self.parse(values)

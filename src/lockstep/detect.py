@@ -4,13 +4,18 @@ Owns: the names that launchers use, and what contradicts what. Pure: it is given
 the variables; only `runtime.py` reads the environment.
 """
 
+import math
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, plain, shown
+from lockstep.text_input import whole_number
+
+MAX_TIMEOUT_S = 1e8
+"""Three years: more than any collective should take, and what a timer can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +93,11 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
         head = head or "localhost"
         job = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
         port = port or (str(_port_from(job)) if job else None)
-    if port and not (port.isdecimal() and 0 < int(port) < 65_536):
-        raise _contradiction(env, f"MASTER_PORT={port} is not a port")
+    port_number = whole_number(port, most=65_535) if port else None
+    if port and not port_number:
+        raise _contradiction(env, f"MASTER_PORT={shown(port)} is not a port")
+    if head and re.fullmatch(r"[!-~]{1,255}", head) is None:
+        raise _contradiction(env, f"{shown(head)} is not the name or address of a host")
     if size > 1 and not (head and port):
         raise _contradiction(env, f"{size} processes need MASTER_ADDR and MASTER_PORT to meet")
     return Launch(
@@ -98,7 +106,7 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
         local_rank=local_rank,
         local_size=local_size or size,
         head=head or "localhost",
-        port=int(port) if port else None,
+        port=port_number,
         launcher="torchrun" if under_torchrun else launcher,
         **_started(env),
     )
@@ -138,9 +146,13 @@ def _read_row(env: Mapping[str, str], names: tuple[str, str, str, str]) -> _Row:
             return None
         if name == "SLURM_STEP_TASKS_PER_NODE":
             return _tasks_on(env.get("SLURM_NODEID", "0"), text)
-        if re.fullmatch(r"[0-9]+", text) is None:
-            raise LaunchError(f"{name}={text!r} is not a number", f"unset {name} or set it to one")
-        return int(text)
+        number = whole_number(text)
+        if number is None:
+            raise LaunchError(
+                f"{name}={shown(text)} is not a number of processes",
+                f"unset {name}, or set it to a whole number",
+            )
+        return number
 
     rank, size = read(names[0]), read(names[1])
     assert rank is not None
@@ -154,19 +166,46 @@ def _tasks_on(node: str, tasks_per_node: str) -> int | None:
     >>> [_tasks_on(node, "4(x2),3") for node in ("0", "1", "2", "3")]
     [4, 4, 3, None]
     """
-    runs = re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", tasks_per_node)
-    counts = [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
-    index = int(node) if node.isdecimal() else 0
-    return counts[index] if index < len(counts) else None
+    index = whole_number(node) or 0
+    for part in tasks_per_node.split(","):
+        run = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+        tasks = whole_number(run[1]) if run else None
+        times = whole_number(run[2] or "1") if run else None
+        if tasks is None or times is None:
+            return None
+        if index < times:
+            return tasks
+        index -= times
+    return None
 
 
 def _contradiction(env: Mapping[str, str], problem: str) -> LaunchError:
     names = (*_ENV, "MASTER_ADDR", "MASTER_PORT", *_SLURM, *_OPEN_MPI, *_MPICH)
-    listed = " ".join(f"{name}={env[name]}" for name in names if name in env)
+    listed = " ".join(f"{name}={plain(env[name])}" for name in names if name in env)
     return LaunchError(
         f"{problem}: {listed}",
         "start with torchrun, or unset the variables that another launcher left behind",
     )
+
+
+def collective_timeout_s(env: Mapping[str, str], configured: float) -> float:
+    """Return how long a collective may wait: NCCL_TIMEOUT (seconds) if set, else `configured`.
+
+    Raises:
+        LaunchError: if NCCL_TIMEOUT is not a positive number of seconds.
+    """
+    text = env.get("NCCL_TIMEOUT", "")
+    if not text:
+        return configured
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise LaunchError(
+            f"NCCL_TIMEOUT={shown(text)} is not a time", "set NCCL_TIMEOUT in seconds: 1800"
+        )
+    return min(seconds, MAX_TIMEOUT_S)
 
 
 def _first_host(nodelist: str) -> str:
@@ -181,4 +220,4 @@ def _first_host(nodelist: str) -> str:
 
 def _port_from(key: str) -> int:
     """Derive a port below the ephemeral range that all ranks of one job agree on."""
-    return 20_000 + zlib.crc32(key.encode()) % 12_000
+    return 20_000 + zlib.crc32(key.encode(errors="surrogatepass")) % 12_000

@@ -10,11 +10,22 @@ LockstepError
 """
 
 import difflib
+import re
+import reprlib
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import PurePath
 from typing import Any
+
+MAX_MESSAGE = 4000
+"""Characters of a message; more of a value that somebody handed in helps nobody."""
+MAX_SHOWN = 80
+
+_UNPRINTABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 class LockstepError(Exception):
@@ -29,9 +40,9 @@ class LockstepError(Exception):
     """Whether every rank raises it, in the same words: then one of them need say it."""
 
     def __init__(self, problem: str, remedy: str) -> None:
-        super().__init__(problem, remedy)
-        self.problem = problem
-        self.remedy = remedy
+        self.problem = printable(problem)
+        self.remedy = printable(remedy)
+        super().__init__(self.problem, self.remedy)
 
     def __str__(self) -> str:
         return f"{self.problem}\n  try: {self.remedy}"
@@ -82,6 +93,45 @@ def _end(say: Any, kind: type[BaseException], error: BaseException, trace: Any) 
     say(kind, error, trace)
     if isinstance(error, LockstepError) and not hasattr(sys, "ps1"):  # or somebody is typing
         raise SystemExit(error.exit_code)
+
+
+def printable(text: str) -> str:
+    r"""Return a message that a terminal shows as it is: control characters escaped, not too long.
+
+    >>> printable("a bell: \a")
+    'a bell: \\x07'
+    """
+    if len(text) > MAX_MESSAGE:
+        half = MAX_MESSAGE // 2
+        text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+    return _UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+def shown(value: object, limit: int = MAX_SHOWN) -> str:
+    r"""Return a value as a message quotes it: on one line, and shortened.
+
+    >>> shown("two\nlines"), shown(3), shown("x" * 1000, limit=11), shown(PurePath("a/b.yaml"))
+    ("'two\\nlines'", '3', "'xxx...xxx'", 'a/b.yaml')
+    """
+    if isinstance(value, PurePath):
+        return plain(str(value), limit=4 * limit)
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = limit
+    try:
+        text = short.repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        text = f"a {type(value).__name__} with too many digits to print"
+    return printable(text.replace("\n", " "))
+
+
+def plain(text: str, limit: int = MAX_SHOWN) -> str:
+    r"""Return a text without quotes where it is short and printable, else as `shown` does.
+
+    >>> plain("--gpus"), plain("two\nlines"), plain("")
+    ('--gpus', "'two\\nlines'", "''")
+    """
+    is_plain = text.isprintable() and 0 < len(text) <= limit
+    return text if is_plain else shown(text, limit)
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

@@ -1,6 +1,6 @@
-"""From plain values to a checked model, or one sentence about the first that does not fit.
+"""From text and plain values to a checked model, or one sentence about the first that does not fit.
 
-Owns: how a bad key or value is named. Does not own: any key.
+Owns: how `section.key=value` is read, and how a bad key or value is named. Does not own: any key.
 """
 
 from collections.abc import Mapping
@@ -8,34 +8,84 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from lockstep.errors import ConfigError, closest
+from lockstep.errors import ConfigError, closest, plain, shown
+from lockstep.yaml_input import MAX_DEPTH, YamlProblem, load_yaml
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """Return the keys and the value of `section.key=value`, as `--set` takes it.
+
+    >>> parse_override("rate.lr=0.1"), parse_override("sinks.wandb_tags=[a, 2024-01-01]")
+    ((['rate', 'lr'], 0.1), (['sinks', 'wandb_tags'], ['a', '2024-01-01']))
+
+    Raises:
+        ConfigError: if it sets nothing, or its value is not YAML that can be used.
+    """
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {shown(text)} does not set anything", "write --set name=value")
+    keys = path.strip().split(".")
+    if not all(keys) or len(keys) > MAX_DEPTH:
+        raise ConfigError(
+            f"--set {shown(text)} does not name a setting", "write --set section.key=value"
+        )
+    try:
+        return keys, load_yaml(value)
+    except YamlProblem as error:
+        raise ConfigError(
+            f"the value in --set {shown(text)} cannot be used: {error.problem}",
+            "quote the value: --set name='\"2024\"'",
+        ) from None
+
+
 def parse_model(kind: type[Model], values: Mapping[str, Any]) -> Model:
     """Validate `values` into `kind`, turning the first complaint into one clear sentence."""
+    _check_integers(values, ())
     try:
         return kind.model_validate(values)
     except ValidationError as invalid:
         errors = invalid.errors()
-        loc, value, said = errors[0]["loc"], errors[0]["input"], [errors[0]["msg"]]
-        path, known = ".".join(map(str, loc)), _owner(kind, loc).model_fields
-        if errors[0]["type"] == "extra_forbidden":
-            raise unknown_key(str(loc[-1]), known, f"at {path!r}") from None
-        alike = [e["msg"] for e in errors if e["loc"][:-1] == loc[:-1] and e["input"] is value]
-        if len(alike) > 1 and loc[-1] not in known:  # one for each kind it may be
-            path, said = ".".join(map(str, loc[:-1])), alike
+        first = errors[0]
+        loc, value = first["loc"], first["input"]
+        said = [first["msg"]]
+        path = _dotted(loc)
+        known = _owner(kind, loc).model_fields
+        if first["type"] == "extra_forbidden":
+            raise unknown_key(str(loc[-1]), known, f"at {shown(path)}") from None
+        same_value = [e["msg"] for e in errors if e["loc"][:-1] == loc[:-1] and e["input"] is value]
+        if len(same_value) > 1 and loc[-1] not in known:  # one message for each type it may have
+            path = _dotted(loc[:-1])
+            said = same_value
         more = f" (and {len(errors) - len(said)} more)" if len(errors) > len(said) else ""
         raise ConfigError(
-            f"{path or kind.__name__}={value!r}: {' or '.join(said)}{more}",
-            f"another value for {path}" if path else "the keys one at a time",
+            f"{path or kind.__name__}={shown(value)}: {' or '.join(said)}{more}",
+            f"change {path}" if path else "set the keys one at a time",
         ) from None
+
+
+def _dotted(path: tuple[int | str, ...]) -> str:
+    return plain(".".join(map(str, path))) if path else ""
+
+
+def _check_integers(value: Any, path: tuple[int | str, ...]) -> None:
+    """Refuse integers of more than 64 bits, which neither torch nor a file of events can hold."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ConfigError(
+            f"{_dotted(path)}={shown(value)} does not fit into 64 bits", f"change {_dotted(path)}"
+        )
+    below = value.items() if isinstance(value, Mapping) else ()
+    if isinstance(value, list | tuple):
+        below = enumerate(value)
+    for key, part in below:
+        _check_integers(part, (*path, key))
 
 
 def _owner(kind: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
     for part in path[:-1]:
-        annotation = kind.model_fields[str(part)].annotation
+        field = kind.model_fields.get(str(part))
+        annotation = field.annotation if field else None
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             break
         kind = annotation
@@ -44,5 +94,6 @@ def _owner(kind: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel
 
 def unknown_key(key: str, known: Mapping[str, Any], where: str) -> ConfigError:
     """Return the error for a key nobody knows, with the nearest one that somebody does."""
-    remedy = closest(key, known) or f"one of {', '.join(sorted(known))}"
-    return ConfigError(f"unknown key {key!r} {where}", remedy)
+    near = closest(key, known)
+    remedy = f"did you mean {near}?" if near else f"use one of {', '.join(sorted(known))}"
+    return ConfigError(f"unknown key {shown(key)} {where}", remedy)

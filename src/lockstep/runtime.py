@@ -10,7 +10,6 @@ same order, or the group waits for the one that did not.
 
 import atexit
 import datetime
-import math
 import os
 import socket
 import sys
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket as GradBucket  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from lockstep.detect import Launch, detect_launch
+from lockstep.detect import Launch, collective_timeout_s, detect_launch
 from lockstep.errors import LaunchError
 from lockstep.gradients import gather_over_ranks, sum_over_ranks
 from lockstep.late_compiler import defer_compiler
@@ -31,9 +30,6 @@ from lockstep.late_compiler import defer_compiler
 if TYPE_CHECKING:
     from lockstep.exact import LeafSum
     from lockstep.parallel import Averaging
-
-MAX_TIMEOUT_S = 1e8
-"""Three years: more than any collective should take, and what a timer can hold."""
 
 
 def is_rehearsal() -> bool:
@@ -61,16 +57,7 @@ def launched_rank() -> int:
 
 def group_timeout_s(configured: float) -> float:
     """Return how long a collective may wait: NCCL_TIMEOUT (seconds) if set, else the config's."""
-    text = os.environ.get("NCCL_TIMEOUT", "")
-    if not text:
-        return configured
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise LaunchError(f"NCCL_TIMEOUT={text!r} is not a time", "set it in seconds: 1800")
-    return min(seconds, MAX_TIMEOUT_S)
+    return collective_timeout_s(os.environ, configured)
 
 
 def choose_device(launch: Launch, wanted: str = "auto") -> torch.device:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.config import RunConfig
-from lockstep.errors import ConfigError, LockstepError, closest
+from lockstep.errors import ConfigError, LockstepError, closest, plain
 from lockstep.parse import Model, parse_model
 from lockstep.runtime import launched_rank, leave_process
 from lockstep.task import Task
@@ -74,19 +74,25 @@ class Flags(argparse.ArgumentParser):
         add("--epochs", type=int, default=epochs)
         add("--max_steps", type=int, help="stop after so many weight updates")
         add("--gradient_accumulation_steps", type=int, default=1)
-        add("--lr_scaling", choices=["none", "linear", "sqrt", "batch"], default=lr_scaling)
-        add("--warmup_epochs", type=float, default=warmup_epochs)
+        rules = ["none", "linear", "sqrt", "batch"]
+        scaling = "how the learning rate follows the number of GPUs or the batch"
+        add("--lr_scaling", choices=rules, default=lr_scaling, help=scaling)
+        rise = "epochs over which the learning rate rises"
+        add("--warmup_epochs", type=float, default=warmup_epochs, help=rise)
         add("--weight_decay", type=float, default=weight_decay)
         add("--save_interval", type=int, default=save_interval, help="epochs between named saves")
         add("--eval_interval", type=int, default=1, help="epochs between evaluations")
         add("--log_interval", type=int, default=10, help="steps between log lines")
         add("--resume", default="auto", help="auto, never, discard, or a checkpoint")
-        add("--accept_changes", action="store_true", help="resume though batch, rate, data changed")
+        changed = "resume even if batch size, learning rate or data changed"
+        add("--accept_changes", action="store_true", help=changed)
         add("--exact", action="store_true", help="the same bits on any number of GPUs")
-        add("--parallel", choices=["ddp", "fsdp"], default="ddp", help="fsdp: cut over the GPUs")
+        shards = "fsdp shards the model across GPUs"
+        add("--parallel", choices=["ddp", "fsdp"], default="ddp", help=shards)
         add("--device", choices=["auto", "cpu", "cuda"], default="auto")
         add("--seed", type=int, default=0)
-        add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting")
+        setting = "override any setting"
+        add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=setting)
         add("--local_rank", type=int, help="accepted; the launcher's environment wins")
 
     def add_watch_flags(self, wandb_project: str) -> None:
@@ -106,12 +112,15 @@ class Flags(argparse.ArgumentParser):
         if unknown:
             flag = unknown[0].split("=")[0]
             near = closest(flag, self._option_string_actions)
-            raise ConfigError(f"unknown argument {flag}", near or "--help for the list")
+            raise ConfigError(
+                f"unknown argument {plain(flag)}",
+                f"did you mean {near}?" if near else "read the list of flags in --help",
+            )
         return known
 
     def error(self, message: str) -> NoReturn:
         """Say it as every other error is said."""
-        raise ConfigError(message, "--help for the list of flags and their values")
+        raise ConfigError(message, "read the list of flags and their values in --help")
 
 
 def _underscored(word: str) -> str:

@@ -14,25 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, shown
+from lockstep.yaml_input import MAX_BYTES, YamlProblem, load_yaml, read_yaml_file
 
 BASE = "_base_"
+MAX_CHAIN = 20
+"""Files that may build on each other."""
 VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
-
-
-class _OnceEach(yaml.SafeLoader):  # type: ignore[misc]
-    """Plain YAML, in which a key given twice is an error and not a silent choice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                problem = f"{key.value!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        return dict(super().construct_mapping(node, deep))
 
 
 def read_settings(path: Path | str) -> dict[str, Any]:
@@ -44,37 +32,26 @@ def read_settings(path: Path | str) -> dict[str, Any]:
     return _read(Path(path), ())
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in above:
-        chain = " -> ".join(p.name for p in (*above, path))
-        raise ConfigError(f"settings that build on themselves: {chain}", f"another {BASE}")
-    values = _load(path)
+def _read(path: Path, above: tuple[str, ...]) -> dict[str, Any]:
+    values = read_yaml_file(path, "check the path passed to --config")
     base = values.pop(BASE, None)
     values = dict(_expand(values, path))
     if base is None:
         return values
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: {BASE} is not a file's name: {base!r}", f"{BASE}: other.yaml")
-    inherited = _read(path.parent / _expand(base, path), (*above, path.resolve()))
-    return merged(inherited, values)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.load(path.read_text(), _OnceEach)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"the settings {path} cannot be read: {reason}", "--config") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "it cannot be parsed"
-        raise ConfigError(f"{path}{where} is not YAML: {problem}", "`key: value`") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no keys but {type(values).__name__}", "`key: value`")
-    return values
+    name = _expand(base, path)
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"{shown(path)}: {BASE} is not a file's name: {shown(name)}",
+            f"write {BASE}: other.yaml",
+        )
+    chain = (*above, os.path.realpath(path))
+    if os.path.realpath(path.parent / name) in chain or len(chain) == MAX_CHAIN:
+        names = " -> ".join(Path(file).name for file in (*chain, name))
+        raise ConfigError(
+            f"settings that build on themselves, or on more than {MAX_CHAIN} files: {names}",
+            f"change {BASE} in {shown(path)}",
+        )
+    return merged(_read(path.parent / name, chain), values)
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,17 +79,38 @@ def _expand(value: Any, path: Path) -> Any:
         return {key: _expand(below, path) for key, below in value.items()}
     if isinstance(value, list):
         return [_expand(below, path) for below in value]
-    if not isinstance(value, str) or not VARIABLE.search(value):
+    if not isinstance(value, str) or "}" not in value:
+        return value
+    # Nothing can begin after the last brace, and looking there takes the square of its length.
+    end = value.rindex("}") + 1
+    if not VARIABLE.search(value[:end]):
         return value
 
+    length = len(value)
+
     def found(match: re.Match[str]) -> str:
+        nonlocal length
         name, default = match.groups()
         text = os.environ.get(name, default)
         if text is None:
             raise ConfigError(
-                f"{path} takes a value from {name}, which the environment lacks",
-                f"export {name}=..., or a default: ${{{name}:value}}",
+                f"{shown(path)} takes a value from {name}, which the environment lacks",
+                f"export {name}=..., or give a default: ${{{name}:value}}",
+            )
+        length += len(text)
+        if length > MAX_BYTES:
+            raise ConfigError(
+                f"{shown(path)}: {shown(value)} expands to more than {MAX_BYTES:,} characters",
+                f"set {name} to a shorter value",
             )
         return text
 
-    return yaml.safe_load(VARIABLE.sub(found, value))
+    text = VARIABLE.sub(found, value[:end]) + value[end:]
+    try:
+        return load_yaml(text)
+    except YamlProblem as error:
+        raise ConfigError(
+            f"{shown(path)}: {shown(value)} becomes {shown(text)}, which cannot be used: "
+            f"{error.problem}",
+            "quote the value of the variable",
+        ) from None

@@ -370,7 +370,7 @@ WRONG = {
     "no time": (("--time", "0:00", "train.py"), "--time 0:00 is not a time limit"),
     "all of it for saving": (("--time", "2", "train.py"), "--time 2 is 120 s, and --warn 120"),
     "what lockstep sets": (("--sbatch", "signal=TERM@9", "train.py"), "--sbatch signal=..."),
-    "no option": (("--sbatch", "=3", "train.py"), "--sbatch =3 is no option"),
+    "no option": (("--sbatch", "=3", "train.py"), "--sbatch =3 is not an option"),
 }
 
 
@@ -469,7 +469,7 @@ def test_a_job_that_slurm_has_forgotten_is_said(batch: Batch) -> None:
     one = follow(batch, "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     said, _ = one.communicate(timeout=60)
     assert one.returncode == 2
-    assert "SLURM no longer knows job 9\n  try: its log" in said
+    assert "SLURM no longer knows job 9\n  try: read its log" in said
 
 
 # --- What SLURM says -------------------------------------------------------------

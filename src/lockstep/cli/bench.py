@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lockstep.cli.run import read_counts
 from lockstep.cli.words import AS_TYPED, Words
+from lockstep.text_input import whole_number
 
 if TYPE_CHECKING:
     from lockstep.bench.play import Bench
@@ -56,7 +58,7 @@ def scaling(
     sizes, asked = read_sizes(gpus), choose_link(interconnect, link)
     check_places(json_file, picture)
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    each = int(threads) if threads.isdecimal() else max(1, (os.cpu_count() or 1) // sizes[-1])
+    each = whole_number(threads) or max(1, (os.cpu_count() or 1) // sizes[-1])
     with measuring(words, limit, "scaling", each) as bench:
         found = Scaling.of(words, [bench.measure(ranks, steps) for ranks in sizes], asked)
     print("\n".join(found.lines()), flush=True)
@@ -177,12 +179,7 @@ def read_sizes(gpus: str) -> list[int]:
     >>> read_sizes("4,2")
     [1, 2, 4]
     """
-    from lockstep.errors import ConfigError
-
-    words = [word.strip() for word in gpus.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ConfigError(f"--gpus {gpus} is not a list of numbers of processes", "--gpus 1,2,4")
-    return sorted({1, *map(int, words)})
+    return sorted({1, *read_counts(gpus)})
 
 
 def check_places(json_file: Path | None, picture: Path | None = None) -> None:

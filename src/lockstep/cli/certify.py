@@ -18,6 +18,7 @@ from lockstep.certify.certificate import Certificate, certify_parity, certify_re
 from lockstep.certify.part import KILLED, TRACE, Part
 from lockstep.cli.act import Act, heeding_signals
 from lockstep.cli.rehearse import LAUNCHER_S, POLL_S, START_S, Told
+from lockstep.cli.run import read_counts
 from lockstep.cli.stage import reach
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.testing import free_port
@@ -185,13 +186,10 @@ def read_sizes(gpus: str) -> list[int]:
     >>> read_sizes("4,1,2")
     [1, 2, 4]
     """
-    words = [word.strip() for word in gpus.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ConfigError(f"--gpus {gpus} is not a list of numbers of ranks", "--gpus 1,2,4")
-    sizes = sorted({int(word) for word in words})
+    sizes = read_counts(gpus)
     if len(sizes) < 2:
         raise ConfigError(
-            f"--gpus {gpus} is nothing to compare", f"--gpus {sizes[0]},{2 * sizes[0]}"
+            f"--gpus {gpus} is nothing to compare", f"pass --gpus {sizes[0]},{2 * sizes[0]}"
         )
     return sizes
 

@@ -1,12 +1,15 @@
 """`lockstep init KIND`: the launch files that guides show, for a script of one's own."""
 
 import json
+import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.cli.new import Made, fill, write_all
-from lockstep.errors import ConfigError, closest
+from lockstep.errors import ConfigError, closest, shown
+from lockstep.text_input import check_line
 
 KINDS = {
     "vscode": "a debugger's configuration",
@@ -30,18 +33,25 @@ def init(kind: str, script: str, args: Sequence[str], force: bool) -> list[str]:
     """
     if kind not in KINDS:
         near = closest(kind, KINDS)
-        raise ConfigError(f"there is nothing to generate for {kind!r}", near or ", ".join(KINDS))
+        raise ConfigError(
+            f"there is nothing to generate for {shown(kind)}",
+            f"did you mean {near}?" if near else f"use one of {', '.join(KINDS)}",
+        )
+    for word in (script, *args):
+        check_line("the script or argument", word)
     if Path(script).is_absolute() or ".." in Path(script).parts:
-        raise ConfigError(f"{script} is not below this folder", "start it where the script is")
+        raise ConfigError(
+            f"{shown(script)} is not below this folder", "run lockstep init where the script is"
+        )
     files, commands = _files(kind, script, args)
     said = write_all(files, force=force)
-    if not Path(script).exists():
+    if not os.path.exists(script):
         said.append(f"there is no {script} here yet; lockstep new makes a first one")
     return [*said, *(f"  use: {command}" for command in commands)]
 
 
 def _files(kind: str, script: str, args: Sequence[str]) -> tuple[list[Made], list[str]]:
-    words = {"SCRIPT": shlex.quote(script), "STEM": Path(script).stem}
+    words = {"SCRIPT": shlex.quote(script), "STEM": re.sub(r"[^\w.-]", "_", Path(script).stem)}
     given = shlex.join(args)
     words |= {" ARGS": f" {given}" if given else ""}
     if kind == "vscode":

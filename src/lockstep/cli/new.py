@@ -1,11 +1,12 @@
 """`lockstep new NAME`: a project of one short file that trains."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, shown
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -27,7 +28,9 @@ def new(name: str, force: bool) -> list[str]:
     """
     folder = Path(name)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", folder.name):
-        raise ConfigError(f"{name!r} is no name for a project", "letters, digits, - and _")
+        raise ConfigError(
+            f"{shown(name)} is not a name for a project", "use letters, digits, - and _"
+        )
     words = {"NAME": folder.name}
     files = [Made(folder / file, fill(file, words)) for file in ("train.py", "README.md")]
     use = [f"python {folder}/train.py", f"lockstep launch --gpus 2 {folder}/train.py"]
@@ -42,10 +45,10 @@ def fill(template: str, words: Mapping[str, str]) -> str:
 
 def write_all(files: Sequence[Made], *, force: bool) -> list[str]:
     """Write all of them, or none if one is there already."""
-    there = [str(made.path) for made in files if made.path.exists()]
+    there = [str(made.path) for made in files if os.path.exists(made.path)]
     if there and not force:
         be = "exists" if len(there) == 1 else "exist"
-        raise ConfigError(f"{', '.join(there)} {be} already", "--force to overwrite")
+        raise ConfigError(f"{', '.join(there)} {be} already", "pass --force to overwrite")
     try:
         for made in files:
             made.path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,5 +56,7 @@ def write_all(files: Sequence[Made], *, force: bool) -> list[str]:
             if made.is_program:
                 made.path.chmod(0o755)
     except OSError as error:
-        raise ConfigError(f"cannot write {made.path}: {error.strerror}", "another folder") from None
+        raise ConfigError(
+            f"cannot write {shown(made.path)}: {error.strerror}", "choose another folder"
+        ) from None
     return [f"wrote {made.path}" for made in files]

@@ -3,9 +3,12 @@
 import json
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, plain, shown
 from lockstep.parse import parse_model
 from lockstep.plan import BatchConfig, RateConfig, plan_batches, scaled_rate
+from lockstep.text_input import whole_number
+
+MAX_SAMPLES = 2**62
 
 COLUMNS = {
     "gpus": "GPUs",
@@ -50,12 +53,15 @@ def show_plan(
     as_json: bool,
 ) -> None:
     """Print the plan as a table, or as JSON."""
-    try:
-        sizes = [int(size) for size in gpus.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1 or samples < 1:
-        raise ConfigError(f"--gpus {gpus} --samples {samples} cannot be planned", "--gpus 1,2,4,8")
+    sizes = [whole_number(size.strip()) or 0 for size in gpus.split(",")]
+    if 0 in sizes:
+        raise ConfigError(
+            f"--gpus {plain(gpus)} is not a list of numbers of GPUs", "pass --gpus 1,2,4,8"
+        )
+    if not 0 < samples < MAX_SAMPLES:
+        raise ConfigError(
+            f"--samples {shown(samples)} cannot be planned", "pass the size of the training set"
+        )
     batch = parse_model(BatchConfig, {"batch_size": batch_size, "accumulate": accumulate})
     values = {"lr": lr, "lr_scaling": lr_scaling, "reference_batch": reference_batch}
     rate = parse_model(RateConfig, {**values, "lr": 1.0 if lr is None else lr})

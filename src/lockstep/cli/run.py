@@ -5,7 +5,11 @@ import importlib.util
 import pkgutil
 from collections.abc import Sequence
 
-from lockstep.errors import ConfigError, closest
+from lockstep.errors import ConfigError, closest, plain, shown
+from lockstep.text_input import whole_number
+
+MAX_PROCESSES = 1024
+"""On one machine: more could not start, and would take it down trying."""
 
 
 def recipe_names() -> list[str]:
@@ -24,7 +28,10 @@ def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
     names = recipe_names()
     if recipe not in names:
         near = closest(recipe, names)
-        raise ConfigError(f"there is no recipe {recipe!r}", near or f"one of {', '.join(names)}")
+        raise ConfigError(
+            f"there is no recipe {shown(recipe)}",
+            f"did you mean {near}?" if near else f"use one of {', '.join(names)}",
+        )
     num_processes = count_processes(gpus)
     module = f"lockstep_recipes.{recipe}"
     flags = importlib.import_module(f"{module}.flags")
@@ -46,6 +53,26 @@ def count_processes(gpus: str) -> int:
         import torch
 
         return max(1, torch.cuda.device_count())
-    if not gpus.isdecimal() or int(gpus) < 1:
-        raise ConfigError(f"--gpus {gpus} is not a number of processes", "--gpus 2, or --gpus all")
-    return int(gpus)
+    number = whole_number(gpus, most=MAX_PROCESSES)
+    if not number:
+        raise ConfigError(
+            f"--gpus {plain(gpus)} is not a number of processes from 1 to {MAX_PROCESSES:,}",
+            "pass --gpus 2, or --gpus all",
+        )
+    return number
+
+
+def read_counts(gpus: str) -> list[int]:
+    """Return the numbers of processes that `--gpus 1,2,4` lists, each once, in order.
+
+    >>> read_counts("4,1,2")
+    [1, 2, 4]
+    """
+    counts = {whole_number(word.strip(), most=MAX_PROCESSES) for word in gpus.split(",")}
+    numbers = sorted(count for count in counts if count)
+    if len(numbers) < len(counts):
+        raise ConfigError(
+            f"--gpus {plain(gpus)} is not a list of numbers from 1 to {MAX_PROCESSES:,}",
+            "pass --gpus 1,2,4",
+        )
+    return numbers

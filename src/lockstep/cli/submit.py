@@ -3,7 +3,7 @@
 import re
 import sys
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, plain
 from lockstep.launch.slurm import Follower, Job, check, job_script, submit
 
 
@@ -43,5 +43,7 @@ def read_options(texts: list[str]) -> dict[str, str]:
     pairs = [text.removeprefix("--").partition("=") for text in texts]
     for text, (name, _, _) in zip(texts, pairs, strict=True):
         if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
-            raise ConfigError(f"--sbatch {text} is no option of sbatch", "--sbatch qos=high")
+            raise ConfigError(
+                f"--sbatch {plain(text)} is not an option of sbatch", "write --sbatch qos=high"
+            )
     return {name: value for name, _, value in pairs}

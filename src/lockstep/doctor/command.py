@@ -14,10 +14,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-import yaml
-
-from lockstep.errors import ConfigError, LaunchError
+from lockstep.errors import ConfigError, LaunchError, plain, shown
+from lockstep.text_input import whole_number
+from lockstep.yaml_input import read_yaml_file
 
 DEFAULT_PORT = 29500
 """What torchrun, torch.distributed.launch and accelerate take unless told otherwise."""
@@ -121,8 +122,10 @@ def _find_program(program: str, env: Mapping[str, str], folder: Path) -> str:
     """Return a remark on where the program was found, or refuse one that is not there."""
     if "/" in program:
         path = folder / program
-        if not path.is_file():
-            raise LaunchError(f"there is no file {program} in {folder}", "its path from here")
+        if not os.path.isfile(path):
+            raise LaunchError(
+                f"there is no file {plain(program)} in {folder}", "pass its path from here"
+            )
         if shutil.which(str(path.absolute())) is None:
             raise LaunchError(f"{program} may not be executed", f"chmod +x {program}")
         return ""
@@ -130,9 +133,9 @@ def _find_program(program: str, env: Mapping[str, str], folder: Path) -> str:
     if program == "lockstep" or shutil.which(program, path=env.get("PATH")):
         return ""
     beside = Path(sys.executable).with_name(program)
-    if beside.exists():
+    if os.path.exists(beside):
         return f"{program} is not on PATH but in {beside.parent}"
-    raise LaunchError(f"there is no program {program!r}", "its name, or install it")
+    raise LaunchError(f"there is no program {shown(program)}", "check its name, or install it")
 
 
 def _options(launcher: str, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -148,7 +151,7 @@ def _options(launcher: str, words: Sequence[str]) -> tuple[dict[str, str], list[
         word = rest.pop(0)
         option, equals, value = word.lstrip("-").partition("=")
         option = option.replace("-", "_")
-        if not word.startswith("--") and option[:1] in "nNJpt" and option[1:].isdecimal():
+        if not word.startswith("--") and re.fullmatch(r"[nNJpt][0-9]+", option):
             option, equals, value = option[0], "=", option[1:]  # srun -n8
         if equals or option in alone:
             found[option] = value
@@ -164,18 +167,20 @@ def _options(launcher: str, words: Sequence[str]) -> tuple[dict[str, str], list[
 def _count(text: str, what: str, num_gpus: int = 0) -> int:
     if text in ("auto", "gpu", "all"):
         return max(1, num_gpus)
-    if not re.fullmatch(r"[0-9]+", text) or int(text) == 0:
+    number = whole_number(text)
+    if not number:
         raise LaunchError(
-            f"{what}={text} starts no process",
-            f"{what}=2; without a GPU, so many processes run on the CPU",
+            f"{what}={plain(text)} starts no process",
+            f"pass {what}=2; without a GPU, so many processes run on the CPU",
         )
-    return int(text)
+    return number
 
 
 def _port(text: str, what: str) -> int:
-    if not text.isdecimal() or not 0 <= int(text) < 65_536:
-        raise LaunchError(f"{what} {text} is not a port", f"{what} {DEFAULT_PORT}")
-    return int(text)
+    number = whole_number(text, most=65_535)
+    if number is None:
+        raise LaunchError(f"{what} {plain(text)} is not a port", f"pass {what} {DEFAULT_PORT}")
+    return number
 
 
 def _script(rest: Sequence[str], is_module: bool) -> tuple[str, ...]:
@@ -215,11 +220,11 @@ def _read_python(words: Sequence[str], env: Mapping[str, str], num_gpus: int) ->
         script = _script(_options("python", words)[1], is_module=False)
     # Five variables by hand: this is one of several such commands.
     size = env.get("WORLD_SIZE", "1")
-    num = int(size) if size.isdecimal() and int(size) else 1
+    num = whole_number(size) or 1
     if num == 1 or "RANK" not in env:
         return Command("python", script)
     local = env.get("LOCAL_WORLD_SIZE", size)
-    here = int(local) if local.isdecimal() and int(local) else num
+    here = whole_number(local) or num
     port = _port(env.get("MASTER_PORT", str(DEFAULT_PORT)), "MASTER_PORT")
     return Command("env", script, here, max(1, num // here), env.get("MASTER_ADDR", ""), port)
 
@@ -257,13 +262,9 @@ def _read_accelerate(
     words: Sequence[str], env: Mapping[str, str], folder: Path, num_gpus: int
 ) -> Command:
     options, rest = _options("accelerate", words)
-    settings: dict[str, object] = {}
+    settings: dict[str, Any] = {}
     if path := options.get("config_file"):
-        try:
-            settings = dict(yaml.safe_load((folder / path).read_text()))
-        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-            problem = str(error).splitlines()[0]
-            raise ConfigError(f"{path} cannot be read: {problem}", "accelerate config") from None
+        settings = read_yaml_file(folder / path, "write the file with `accelerate config`")
         if "distributed_type" not in settings:
             raise ConfigError(
                 f"{path} has no distributed_type, and accelerate refuses it",
@@ -321,9 +322,11 @@ def _either(
 
 def _read_sbatch(words: Sequence[str], folder: Path) -> Command:
     options, rest = _options("sbatch", words)
-    if not rest or not (folder / rest[0]).is_file():
+    if not rest or not os.path.isfile(folder / rest[0]):
         name = rest[0] if rest else ""
-        raise LaunchError(f"there is no batch script {name!r} in {folder}", "its path from here")
+        raise LaunchError(
+            f"there is no batch script {shown(name)} in {folder}", "pass its path from here"
+        )
     text = (folder / rest[0]).read_text(errors="replace")
     asked = {**batch_options(text), **options}
     nodes = _count(asked.get("nodes", asked.get("N", "1")).split("-")[0], "--nodes")
@@ -338,7 +341,11 @@ def batch_options(text: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for line in re.findall(r"^#SBATCH\s+(.*)$", text, re.MULTILINE):
-        options, _ = _options("sbatch", shlex.split(line, comments=True))
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a quote that is not closed: SLURM reads to the end of the line
+            words = line.split()
+        options, _ = _options("sbatch", words)
         found |= options
     return found
 
@@ -358,8 +365,9 @@ def _read_shell(
     """
     scripts = [word for word in words[:3] if not word.startswith("-") and word not in _SHELLS]
     path = folder / (scripts[0] if scripts else "")
-    if not path.is_file():
-        raise LaunchError(f"there is no script {scripts[0]!r} in {folder}", "its path from here")
+    if not scripts or not os.path.isfile(path):
+        name = shown(scripts[0] if scripts else "")
+        raise LaunchError(f"there is no script {name} in {folder}", "pass its path from here")
     text = path.read_text(errors="replace")
     by_path = re.search(r"\S*/(?:python[0-9.]*|torchrun|accelerate|lockstep)\s", text)
     if by_path or not re.search(r"\b(?:python3?|torchrun|accelerate|lockstep)\b", text):
@@ -388,7 +396,7 @@ def _read_shell(
         if not record.exists():
             said = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
             raise LaunchError(f"{path.name} starts nothing: {said}", "run it by hand to see why")
-        where, *inner = record.read_bytes().decode().split("\0")[:-1]
+        where, *inner = os.fsdecode(record.read_bytes()).split("\0")[:-1]
         pairs = (Path(made) / "env").read_bytes().decode(errors="replace").split("\0")
         after = dict(pair.partition("=")[::2] for pair in pairs if "=" in pair)
     own = {n: v for n, v in after.items() if env.get(n) != v and n not in ("PATH", "PWD", "_")}

@@ -5,15 +5,16 @@ not own: the time a save takes; that was measured.
 """
 
 import re
-import signal
-import subprocess
 from collections.abc import Callable, Mapping
 
 from lockstep.doctor.command import Command, batch_options
 from lockstep.doctor.findings import Findings
 from lockstep.doctor.report import Result, fail, ok, seconds_text, skip, warn
+from lockstep.errors import plain
+from lockstep.launch.slurm_text import UNLIMITED, parse_signal, parse_time_limit, run_command
+from lockstep.text_input import whole_number
 
-KILL_WAIT_S = 30.0
+KILL_WAIT_S = 30
 """SLURM's default between SIGTERM and SIGKILL."""
 MARGIN_S = 5.0
 HEARD = ("TERM", "INT", "USR1", "HUP")
@@ -23,44 +24,16 @@ Ask = Callable[[list[str]], str]
 
 def ask(words: list[str]) -> str:
     """Run a SLURM command and return what it says; nothing if it cannot."""
-    try:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    answer = run_command(words, timeout_s=10)
+    return answer.out if answer and answer.code == 0 else ""
+
+
+def _time_limit(text: str) -> str:
+    """Return the time limit as the beginning of a line; nothing where none is asked for."""
+    if not text or text.upper() in UNLIMITED:
         return ""
-    return ended.stdout if ended.returncode == 0 else ""
-
-
-def parse_signal(text: str) -> tuple[bool, str, float]:
-    """Return whether it goes to the batch shell alone, its name, and how long before the end.
-
-    >>> parse_signal("B:USR1@120"), parse_signal("SIGTERM"), parse_signal("R:10@30")
-    ((True, 'USR1', 120.0), (False, 'TERM', 60.0), (False, 'USR1', 30.0))
-    """
-    flags, _, rest = text.rpartition(":")
-    name, _, seconds = rest.partition("@")
-    if name.isdecimal() and int(name) in set(signal.Signals):
-        name = signal.Signals(int(name)).name
-    return "B" in flags, name.upper().removeprefix("SIG"), float(seconds or 60)
-
-
-def parse_time(text: str) -> float | None:
-    """Return a SLURM time in seconds; None where there is no limit.
-
-    >>> [parse_time(t) for t in ("30", "10:30", "2:00:00", "1-12", "1-02:03:04", "UNLIMITED")]
-    [1800.0, 630.0, 7200.0, 129600.0, 93784.0, None]
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
-    if not match:
-        return None
-    days, *parts = match.groups()
-    numbers = [int(part) for part in parts if part is not None]
-    if days is not None:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:
-        hours, minutes, seconds = 0, *(*numbers, 0)[:2]
-    return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds)
+    seconds = parse_time_limit(text)
+    return f"time limit {seconds_text(seconds) if seconds else 'not known'}, "
 
 
 def grace_time(
@@ -78,16 +51,23 @@ def grace_time(
     if not script and job:
         script = ask(["scontrol", "write", "batch_script", job, "-"])
         options = batch_options(script)
-    told = re.search(r"^KillWait\s*=\s*(\d+)", ask(["scontrol", "show", "config"]), re.MULTILINE)
-    kill_wait = float(told[1]) if told else KILL_WAIT_S
-    limit = parse_time(options.get("time", options.get("t", "")))
-    until = f"time limit {seconds_text(limit)}, " if limit else ""
-    seconds, source = kill_wait, f"KillWait {kill_wait:.0f} s, no --signal"
+    config = ask(["scontrol", "show", "config"])
+    told = re.search(r"^KillWait[ \t]*=[ \t]*([0-9]+)", config, re.MULTILINE)
+    kill_wait = whole_number(told[1]) if told else None
+    known = "" if kill_wait is not None else " (SLURM's default: the cluster's is not known)"
+    kill_wait = KILL_WAIT_S if kill_wait is None else kill_wait
+    until = _time_limit(options.get("time", options.get("t", "")))
+    seconds: float = kill_wait
+    source = f"KillWait {kill_wait:.0f} s{known}, no --signal"
     fix = "#SBATCH --signal=TERM@"
     needed = MARGIN_S + (found.step_s + found.save_s if found else 0)
     if asked := options.get("signal"):
-        to_shell, heard, seconds = parse_signal(asked)
-        source = f"--signal={asked}"
+        source = f"--signal={plain(asked)}"
+        option = parse_signal(asked)
+        if option is None:
+            says = f"{source} is not a signal and a time that SLURM understands"
+            return fail(name, says, f"write {fix}120")
+        to_shell, heard, seconds = option.to_shell, option.name, option.seconds
         if heard not in HEARD:
             says = f"{source}: a run saves on {', '.join(HEARD)}; this one just ends it"
             return fail(name, says, f"{fix}{seconds:.0f}")

@@ -4,7 +4,6 @@ Owns: what must hold before a process group can be made. Does not own: making on
 `collective.py` does, in processes of its own.
 """
 
-import math
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
@@ -12,10 +11,11 @@ from typing import Any
 
 import psutil
 
-from lockstep.detect import detect_launch
+from lockstep.detect import collective_timeout_s, detect_launch
 from lockstep.doctor.command import DEFAULT_PORT, Command
 from lockstep.doctor.report import Result, bytes_text, fail, ok, seconds_text, skip, warn
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, shown
+from lockstep.text_input import whole_number
 
 SLOW_BYTES_S = {"gloo": 20 * 2**20, "cpu:gloo,cuda:nccl": 2**30}
 """Below this a sum over ranks of one machine is not slow but broken: a busy machine still does
@@ -43,15 +43,10 @@ def launch_variables(env: Mapping[str, str], command: Command | None = None) -> 
     """Do the variables in the environment make one launch?"""
     name = "variables"
     text = env.get("NCCL_TIMEOUT", "")
-    try:
-        seconds = float(text or 1)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        return fail(name, f"NCCL_TIMEOUT={text!r} is not a time", "NCCL_TIMEOUT=1800, in seconds")
     starts_its_own = command is not None and command.launcher not in ("python", "env", "srun")
     set_by_hand = [n for n in LAUNCH_NAMES if n in env]
     try:
+        collective_timeout_s(env, 0)
         launch = detect_launch(without_launch(env) if starts_its_own else env)
     except LaunchError as error:
         return fail(name, error.problem, error.remedy)
@@ -75,7 +70,7 @@ def port_free(command: Command | None, env: Mapping[str, str]) -> Result:
     name = "port"
     if command is None:
         text = env.get("MASTER_PORT", str(DEFAULT_PORT))
-        port = int(text) if text.isdecimal() and int(text) < 65_536 else DEFAULT_PORT
+        port = whole_number(text, most=65_535) or DEFAULT_PORT
         is_certain, head = "MASTER_PORT" in env, env.get("MASTER_ADDR", "localhost")
     elif command.launcher == "sbatch":
         return skip(name, "the batch script chooses it, on another machine")
@@ -119,7 +114,7 @@ def _free_port() -> int:
 def _is_here(head: str) -> bool:
     if head in ("", "localhost", "127.0.0.1", "0.0.0.0", socket.gethostname()):
         return True
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):  # UnicodeError: a label too long for a host's name
         theirs = {info[4][0] for info in socket.getaddrinfo(head, None)}
         return bool(theirs & _own_addresses())
     return True  # a name that does not resolve is the next check's
@@ -148,9 +143,10 @@ def names_resolve(command: Command | None, env: Mapping[str, str]) -> Result:
     if head not in ("", "localhost"):
         try:
             socket.getaddrinfo(head, None)
-        except OSError as error:
-            fix = "the address of the first node: scontrol show hostnames, or hostname -I there"
-            return fail(name, f"the head {head!r} does not resolve: {error.strerror}", fix)
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            fix = "use the first node's address: scontrol show hostnames, or hostname -I there"
+            return fail(name, f"the head {shown(head)} does not resolve: {why}", fix)
     host = socket.gethostname()
     try:
         address = socket.getaddrinfo(host, None)[0][4][0]

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from lockstep.errors import printable
+
 Status = Literal["ok", "warn", "fail", "skip"]
 
 WORDS = {"ok": "ok", "warn": "warning", "fail": "failed", "skip": "not applicable"}
@@ -86,9 +88,9 @@ def as_lines(results: Sequence[Result], width: int | None = None) -> list[tuple[
     indent = " " * (longest + 8)
     lines: list[tuple[Status, str]] = []
     for result in results:
-        texts = [(f"{result.status:<6}{result.name:<{longest}}  ", result.evidence)]
+        texts = [(f"{result.status:<6}{result.name:<{longest}}  ", printable(result.evidence))]
         if result.fix:
-            texts.append((indent, f"try: {result.fix}"))
+            texts.append((indent, f"try: {printable(result.fix)}"))
         for head, text in texts:
             wrapped = textwrap.wrap(text, max(30, width - len(indent))) if width else [text]
             first, *rest = wrapped or [""]

@@ -4,6 +4,7 @@ Owns: waiting for all of them, and saying which did not come. Does not own: what
 then; torch's rendezvous takes over, in the same store.
 """
 
+import re
 import socket
 import time
 import uuid
@@ -11,7 +12,8 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, shown
+from lockstep.text_input import whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -87,9 +89,10 @@ def parse_head(head: str) -> tuple[str, int]:
     ('node1', 29500)
     """
     host, _, port = head.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise LaunchError(f"--head {head!r} is no HOST:PORT", "--head node1:29500")
-    return host, int(port)
+    number = whole_number(port, most=65_535)
+    if not number or re.fullmatch(r"[!-~]{1,255}", host) is None:
+        raise LaunchError(f"--head {shown(head)} is not HOST:PORT", "pass --head node1:29500")
+    return host, number
 
 
 def own_address(host: str) -> str:

@@ -6,25 +6,32 @@ same), together with the ranks, which find each other through SLURM's step varia
 """
 
 import codecs
+import os
 import re
 import shlex
 import shutil
-import subprocess
+import string
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, plain, printable, shown
 from lockstep.launch import worker
 from lockstep.launch.local import CRASH_LOOP
+from lockstep.launch.slurm_text import UNLIMITED, one_line, parse_time_limit, run_command
+from lockstep.text_input import LARGEST, check_line, whole_number
 
 ASK_EVERY_S = 2.0
 """How often SLURM is asked for a job's state; its log is looked at more often."""
 LOOK_EVERY_S = 0.2
+ANSWER_S = 60.0
+"""A command of SLURM's that takes longer has not answered."""
 LIVING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"}
 LIVING |= {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESIZING", "STAGE_OUT"}
+ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"}
+ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED"}
 OWN_OPTIONS = {"nodes", "ntasks-per-node", "signal", "output", "error", "open-mode", "array"}
 """What the script relies on; the rest of sbatch's options is the user's."""
 
@@ -80,6 +87,8 @@ def check(job: Job) -> None:
         LaunchError: with what is wrong and what to try.
     """
     worker.check_script(job.words)
+    for flag, text in _texts(job):
+        check_line(flag, text)
     for flag, value, least in (
         ("--nodes", job.num_nodes, 1),
         ("--gpus-per-node", job.gpus_per_node, 0),
@@ -90,43 +99,60 @@ def check(job: Job) -> None:
         ("--restarts", job.restarts, 0),
     ):
         if value < least:
-            raise LaunchError(f"{flag} {value} is too few", f"{flag} {least}, or more")
+            raise LaunchError(f"{flag} {value} is too few", f"pass {flag} {least}, or more")
+        if value > LARGEST:
+            raise LaunchError(
+                f"{flag} {shown(value)} is too many", f"pass {flag} {LARGEST}, or less"
+            )
     limit_s = seconds_of(job.time) if job.time else None
     if limit_s is not None and job.warn_s >= limit_s:
         raise LaunchError(
             f"--time {job.time} is {limit_s} s, and --warn {job.warn_s} of them are for saving",
-            "a longer --time, or a shorter --warn",
+            "pass a longer --time, or a shorter --warn",
         )
     if job.warn_s > 65_535:
-        raise LaunchError(f"--warn {job.warn_s} is more than SLURM takes", "--warn 65535")
+        raise LaunchError(
+            f"--warn {job.warn_s} is more than SLURM takes", "pass --warn 65535, or less"
+        )
     for option in job.options:
         if option in OWN_OPTIONS:
-            raise LaunchError(f"--sbatch {option}=... is set by lockstep", "its own flag: --help")
+            raise LaunchError(
+                f"--sbatch {option}=... is set by lockstep", "use its own flag; --help lists them"
+            )
 
 
 def seconds_of(time_limit: str) -> int | None:
-    """Return how many seconds a time limit of SLURM's is; None if there is no end.
-
-    >>> [seconds_of(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-0:30", "UNLIMITED")]
-    [5400, 90, 7200, 129600, 88200, None]
+    """Return the seconds of `--time`; None if there is no end.
 
     Raises:
         LaunchError: if SLURM would not understand it.
     """
-    if time_limit.upper() in ("UNLIMITED", "INFINITE"):
+    if time_limit.upper() in UNLIMITED:
         return None
-    shape = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit, re.ASCII)
-    if shape is None or not any(int(part or 0) for part in shape.groups()):
+    seconds = parse_time_limit(time_limit)
+    if not seconds:
         raise LaunchError(
-            f"--time {time_limit} is not a time limit",
-            "minutes (90), hours:minutes:seconds (12:00:00) or days-hours (2-12)",
+            f"--time {plain(time_limit)} is not a time limit",
+            "pass minutes (90), hours:minutes:seconds (12:00:00) or days-hours (2-12)",
         )
-    days, *parts = (int(part) if part else None for part in shape.groups())
-    given = [part for part in parts if part is not None]
-    # After days come hours; without, one number is minutes, two are minutes and seconds.
-    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
-    rest = sum(part * unit for part, unit in zip(given, units, strict=False))
-    return (days or 0) * 86_400 + rest
+    return seconds
+
+
+def _texts(job: Job) -> list[tuple[str, str]]:
+    """Return the values that reach the script as they are, each with the flag it came from."""
+    flags = {
+        "--partition": job.partition,
+        "--account": job.account,
+        "--time": job.time,
+        "--name": job.name,
+        "--folder": job.folder,
+        "--array": job.array,
+    }
+    return [
+        *flags.items(),
+        *(("--setup", line) for line in job.setup),
+        *((f"--sbatch {name}", value) for name, value in job.options.items()),
+    ]
 
 
 def job_script(job: Job, python: str) -> str:
@@ -162,7 +188,7 @@ def job_script(job: Job, python: str) -> str:
         lines += [f"#SBATCH --{option}={shlex.quote(value)}" if value else f"#SBATCH --{option}"]
     cpus = [f"--cpus-per-task={job.cpus_per_process}"] if job.cpus_per_process else []
     # Started through the worker, a rank tells the script what it failed with.
-    start = [shlex.quote(python), "-m", worker.__name__]
+    start = [_shell_word(python), "-m", worker.__name__]
     command = " ".join([*start, *(_quoted(word, job) for word in job.words)])
     lines += [
         "",
@@ -186,9 +212,22 @@ def _quoted(word: str, job: Job) -> str:
     'runs/"$SLURM_ARRAY_TASK_ID"'
     """
     if not job.array:
-        return shlex.quote(word)
-    parts = [shlex.quote(part) if part else "" for part in word.split("%a")]
+        return _shell_word(word)
+    parts = [_shell_word(part) if part else "" for part in word.split("%a")]
     return '"$SLURM_ARRAY_TASK_ID"'.join(parts) or "''"
+
+
+def _shell_word(word: str) -> str:
+    r"""Quote a word for bash on one line, whatever bytes it holds.
+
+    >>> print(_shell_word("two words"), _shell_word("two\nlines"), _shell_word("\udcff"))
+    'two words' $'two\x0alines' $'\xff'
+    """
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = string.ascii_letters + string.digits + " _-./=:,"
+    encoded = os.fsencode(word)
+    return "$'" + "".join(chr(b) if chr(b) in plain else f"\\x{b:02x}" for b in encoded) + "'"
 
 
 def submit(job: Job, python: str) -> str:
@@ -200,24 +239,31 @@ def submit(job: Job, python: str) -> str:
     if shutil.which("sbatch") is None:
         raise LaunchError(
             "there is no SLURM on this machine: no sbatch",
-            "a login node of a cluster; --dry-run shows the script anywhere",
+            "run it on a login node of a cluster; --dry-run shows the script anywhere",
         )
     try:
         job.script.parent.mkdir(parents=True, exist_ok=True)  # or SLURM drops the log
         job.script.write_text(job_script(job, python))
     except OSError as error:
-        raise LaunchError(f"{job.script} cannot be written: {error.strerror}", "--folder") from None
-    asked = subprocess.run(
-        ["sbatch", "--parsable", str(job.script)], capture_output=True, text=True, check=False
-    )
-    if asked.returncode:
-        said = [re.sub(r"^sbatch: (error: )?", "", line) for line in asked.stderr.splitlines()]
+        raise LaunchError(
+            f"{shown(job.script)} cannot be written: {error.strerror}",
+            "pass another folder with --folder",
+        ) from None
+    asked = run_command(["sbatch", "--parsable", str(job.script)])
+    if asked is None or asked.code:
+        lines = asked.err.splitlines() if asked else ["sbatch cannot be started"]
+        said = [re.sub(r"^sbatch: (error: )?", "", line) for line in lines]
         raise LaunchError(
             f"SLURM refuses the job: {'; '.join(said)}",
-            f"sinfo and scontrol show what there is; the script is {job.script}",
+            f"ask sinfo and scontrol what there is; the script is {job.script}",
         )
-    sys.stderr.write(asked.stderr)  # a site's own remarks
-    job_id = asked.stdout.strip().split(";")[0]
+    sys.stderr.write(asked.err)  # a site's own remarks
+    job_id = asked.out.strip().split(";")[0]
+    if whole_number(job_id) is None:
+        raise LaunchError(
+            f"sbatch took the job but printed no job number: {one_line(asked.out)}",
+            f"look for the job with squeue --me; its script is {job.script}",
+        )
     job.script.rename(job.file(job_id, "sh"))
     return job_id
 
@@ -244,40 +290,45 @@ class Status:
             "COMPLETED": "has finished",
         }
         ended = f"ended: {self.state}, exit code {self.exit_code}"
-        return f"lockstep: job {job_id} {details.get(self.state, ended)}"
+        return printable(f"lockstep: job {job_id} {details.get(self.state, ended)}")
 
 
-def read_status(said: str) -> Status:
-    """Read what `scontrol show job --oneliner` prints. Pure.
+def read_status(said: str) -> Status | None:
+    """Read what `scontrol show job --oneliner` prints; None if it does not say the state. Pure.
 
     >>> read_status("JobId=7 JobState=FAILED Reason=NonZeroExitCode ExitCode=2:0 NodeList=n[1-2]")
     Status(state='FAILED', reason='NonZeroExitCode', exit_code=2, nodes='n[1-2]')
     """
     values = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", said))
-    state = values.get("JobState", "UNKNOWN")
-    code, _, number = values.get("ExitCode", "0:0").partition(":")
-    ended_by = 128 + int(number) if int(number or 0) else 0
+    state = values.get("JobState", "")
+    if state not in LIVING | ENDED:
+        return None
+    code, _, number = values.get("ExitCode", "").partition(":")
+    ended_by = whole_number(number, most=127) or 0
     # Whatever ended without an exit code of its own (a node, a limit) has not succeeded.
-    exit_code = int(code) or ended_by or int(state not in {"COMPLETED", *LIVING})
+    exit_code = (
+        whole_number(code, most=255)
+        or (128 + ended_by if ended_by else 0)
+        or int(state not in {"COMPLETED", *LIVING})
+    )
     return Status(state, values.get("Reason", ""), exit_code, values.get("NodeList", ""))
 
 
 def ask(job_id: str) -> Status | None:
-    """Ask SLURM about a job; None while it does not answer.
+    """Ask SLURM about a job; None while it gives no answer that can be read.
 
     Raises:
         LaunchError: if it no longer knows the job.
     """
-    asked = subprocess.run(
-        ["scontrol", "show", "job", "--oneliner", job_id],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if asked.returncode == 0:
-        return read_status(asked.stdout)
-    if "Invalid job id" in asked.stderr:
-        raise LaunchError(f"SLURM no longer knows job {job_id}", f"its log, or sacct -j {job_id}")
+    asked = run_command(["scontrol", "show", "job", "--oneliner", job_id], ANSWER_S)
+    if asked is None:
+        return None
+    if asked.code == 0:
+        return read_status(asked.out)
+    if "Invalid job id" in asked.err:
+        raise LaunchError(
+            f"SLURM no longer knows job {job_id}", f"read its log, or run sacct -j {job_id}"
+        )
     return None
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from lockstep.errors import LaunchError, LockstepError
+from lockstep.errors import LaunchError, LockstepError, shown
 from lockstep.signals import StopSignals
 
 RECORD = "failure.json"
@@ -113,9 +113,11 @@ def check_script(words: Sequence[str]) -> None:
     """
     script = words[0] if words else ""
     if script == "-m" and len(words) < 2:
-        raise LaunchError("-m without a module", "-m MODULE and its flags")
-    if script != "-m" and not Path(script).is_file():
-        raise LaunchError(f"there is no script {script!r}", "its path from here, or -m MODULE")
+        raise LaunchError("-m without a module", "pass -m MODULE and its flags")
+    if script != "-m" and not os.path.isfile(script):
+        raise LaunchError(
+            f"there is no script {shown(script)}", "pass its path from here, or -m MODULE"
+        )
 
 
 def run_script(words: Sequence[str]) -> None:

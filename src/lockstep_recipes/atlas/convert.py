@@ -15,7 +15,6 @@ their names. Episodes are held out as a whole, chosen by `--seed`.
 
 import contextlib
 import importlib
-import json
 import shutil
 import sys
 import tarfile
@@ -33,6 +32,7 @@ from PIL import Image
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.randomness import derive_seed
+from lockstep.text_input import parse_json
 from lockstep_recipes.atlas.sample_data import write_table
 from lockstep_recipes.command import Flags, finish
 
@@ -145,7 +145,7 @@ def _robots(source: Path) -> Iterator[Recording]:
         if not line.strip():
             continue
         try:
-            meta = json.loads(line)
+            meta = parse_json(line)
             instruction, folder = str(meta["instruction"]), source / meta["dir"]
             with (folder / "data.npz").open("rb") as file, np.load(file) as data:
                 frames = data["frame_index"].tolist()
@@ -201,7 +201,7 @@ def _libero(path: Path, stack: contextlib.ExitStack) -> Iterator[Recording]:
 def _libero_instruction(path: Path, data: Any) -> str:
     """Return what the file says the task is, or what its name says."""
     with contextlib.suppress(KeyError, ValueError, TypeError):
-        return str(json.loads(data.attrs["problem_info"])["language_instruction"]).strip('"')
+        return str(parse_json(data.attrs["problem_info"])["language_instruction"]).strip('"')
     return path.stem.removesuffix("_demo").replace("_", " ")
 
 

@@ -14,7 +14,6 @@ by (seed, epoch, sample).
 
 import csv
 import importlib
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from lockstep.data.fingerprint import file_prints
 from lockstep.errors import ConfigError, DataError
+from lockstep.text_input import parse_json
 from lockstep_recipes.atlas.model import Tokenizer
 from lockstep_recipes.atlas.section import Section
 from lockstep_recipes.atlas.vggt import PATCH
@@ -227,7 +227,7 @@ def read_instruction(folder: Path) -> str:
     try:
         if text.is_file():
             return text.read_text().strip()
-        return str(json.loads(meta.read_text())["language_task"])
+        return str(parse_json(meta.read_text())["language_task"])
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError(
             f"{folder} has no instruction",
@@ -401,9 +401,9 @@ def read_statistics(path: Path, measured: Statistics) -> Statistics:
         DataError: if the file is missing, or does not fit the actions.
     """
     try:
-        stored = json.loads(path.read_text())
+        stored = parse_json(path.read_text())
         given = [torch.tensor(stored[name], dtype=torch.float32) for name in ("mean", "std")]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise DataError(
             f"action_stats_path {path} cannot be read: {type(error).__name__}: {error}",
             '{"mean": [...], "std": [...]}, or leave action_stats_path out: they are measured',

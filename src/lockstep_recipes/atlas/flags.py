@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field
 
 from lockstep.config import RunConfig
-from lockstep.errors import ConfigError
-from lockstep.parse import parse_model
+from lockstep.parse import parse_model, parse_override
 from lockstep.runtime import is_rehearsal, launched, launched_rank
 from lockstep_recipes.atlas.data import DataConfig
 from lockstep_recipes.atlas.model import ModelConfig
@@ -144,21 +142,16 @@ def split_overrides(texts: Sequence[str]) -> tuple[list[dict[str, Any]], list[st
     """
     own, others = [], []
     for text in texts:
-        path, equals, value = text.partition("=")
-        section, *keys = path.strip().split(".")
+        (section, *keys), value = parse_override(text)
         kind = Settings.model_fields[section].annotation if section in Settings.model_fields else 0
         known = kind.model_fields if isinstance(kind, type) and issubclass(kind, Section) else {}
         is_shared = section in RunConfig.model_fields  # `checkpoint` is a section of both
-        if not (equals and keys and known and (keys[0] in known or not is_shared)):
+        if not (keys and known and (keys[0] in known or not is_shared)):
             others.append(text)
             continue
-        try:
-            tree = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"{value!r} in {text!r} is not a value", "quotes") from None
         for key in reversed([section, *keys]):
-            tree = {key: tree}
-        own.append(tree)
+            value = {key: value}
+        own.append(value)
     return own, others
 
 

@@ -13,7 +13,6 @@ Voxels become HU = slope * raw + intercept, are resampled to one spacing, clippe
 
 import csv
 import io
-import json
 import math
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from lockstep.data.fingerprint import Span, file_prints
 from lockstep.errors import DataError, closest
+from lockstep.text_input import parse_json
 
 FINDINGS = (
     "Medical material",
@@ -159,17 +159,20 @@ def _read_manifest(path: Path) -> list[Entry]:
 def _entry(path: Path, number: int, text: str) -> Entry:
     origin = f"{path}, line {number}"
     try:
-        line = ManifestLine.model_validate(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{origin} is not JSON: {error.msg}", "one JSON object a line") from error
+        line = ManifestLine.model_validate(parse_json(text))
     except ValidationError as invalid:
         first = invalid.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the line"
         near = closest(key, ManifestLine.model_fields)
         raise DataError(
             f"{origin}: {key}: {first['msg']}",
-            near or f"the keys {', '.join(ManifestLine.model_fields)}",
+            f"did you mean {near}?"
+            if near
+            else f"use the keys {', '.join(ManifestLine.model_fields)}",
         ) from None
+    except ValueError as error:
+        why = getattr(error, "msg", error)
+        raise DataError(f"{origin} is not JSON: {why}", "write one JSON object a line") from error
     return Entry(
         path.parent / line.volume,
         origin,
@@ -225,7 +228,7 @@ def read_labels(path: Path) -> dict[str, dict[str, float]]:
 
 def _open_shards(folder: Path) -> list[Entry]:
     """List the samples of tar shards by their headers; voxels are read when they are needed."""
-    said = _parsed(folder / "manifest.json", (folder / "manifest.json").read_text())
+    said = _parsed(folder / "manifest.json", (folder / "manifest.json").read_bytes())
     samples: dict[str, dict[str, tuple[Path, int, int]]] = {}
     for shard in sorted(folder.glob("*.tar")):
         try:
@@ -268,7 +271,7 @@ def _shard_entry(name: str, parts: dict[str, tuple[Path, int, int]], shape: Any)
             "float16 voxels, height x width x depth",
         )
     labels = np.frombuffer(content("labels"), "<f4").tolist() if "labels" in parts else {}
-    study = _parsed(Path(name), content("json").decode()) if "json" in parts else {}
+    study = _parsed(Path(name), content("json")) if "json" in parts else {}
     return Entry(
         path,
         f"{name} {study.get('study_id', '')}".strip(),
@@ -281,11 +284,11 @@ def _shard_entry(name: str, parts: dict[str, tuple[Path, int, int]], shape: Any)
     )
 
 
-def _parsed(path: Path, text: str) -> dict[str, Any]:
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(text)
+        said = parse_json(text)
     except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}", "write it anew") from error
+        raise DataError(f"{path} is not JSON: {error}", "write the file again") from error
     return said if isinstance(said, dict) else {}
 
 

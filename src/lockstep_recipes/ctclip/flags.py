@@ -5,9 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lockstep.errors import ConfigError
+from lockstep.parse import parse_override
 from lockstep.runtime import is_rehearsal, launched_rank
 from lockstep.trainer import RunResult
 from lockstep_recipes.command import REHEARSAL_STEPS, Flags
@@ -44,9 +42,10 @@ def flags() -> Flags:
     )
     add = parser.add_argument
     add("--config", type=Path, required=True, help="the settings, in YAML")
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting")
+    setting = "override any setting"
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=setting)
     add("--resume", help="auto, never, discard, or a checkpoint")
-    changed = "resume though batch, rate, data changed"
+    changed = "resume even if batch size, learning rate or data changed"
     add("--accept_changes", action="store_true", default=None, help=changed)
     add("--local_rank", type=int, help="accepted; the launcher's environment wins")
     return parser
@@ -73,16 +72,10 @@ def overrides(texts: Sequence[str]) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for text in texts:
-        path, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"{text!r} does not set anything", f"{text}=VALUE")
-        try:
-            made = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"{value!r} in {text!r} is not a value", "quotes") from None
-        for key in reversed(path.strip().split(".")):
-            made = {key: made}
-        values = merged(values, made)
+        keys, value = parse_override(text)
+        for key in reversed(keys):
+            value = {key: value}
+        values = merged(values, value)
     return values
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from lockstep.errors import ConfigError, LaunchError, closest
+from lockstep.errors import ConfigError, LaunchError, closest, shown
 from lockstep.runtime import World, group_timeout_s, launched
+from lockstep.yaml_input import read_yaml_file
 from lockstep_recipes.command import Flags, finish
 
 TIMEOUT_S = 36_000
@@ -123,26 +123,31 @@ def check_file(path: Path, num_processes: int | None = None) -> str:
     Raises:
         ConfigError: in one line, for what Accelerate answers with a traceback or not at all.
     """
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
-        raise ConfigError(f"{path} cannot be read: {reason}", "another --config_file") from error
-    if not isinstance(values, dict) or "distributed_type" not in values:
-        raise ConfigError(f"{path} has no distributed_type", "distributed_type: MULTI_GPU")
+    values = read_yaml_file(path, "check the path passed to --config_file")
+    if "distributed_type" not in values:
+        raise ConfigError(
+            f"{shown(path)} has no distributed_type", "write distributed_type: MULTI_GPU"
+        )
     kind = values["distributed_type"]
     if isinstance(kind, bool) or kind not in SUPPORTED:
         near = closest(str(kind), SUPPORTED) or "MULTI_GPU"
-        raise ConfigError(f"{path}: distributed_type {kind} is not supported", near)
+        raise ConfigError(
+            f"{shown(path)}: distributed_type {shown(kind)} is not supported",
+            f"write distributed_type: {near}",
+        )
     precision = values.get("mixed_precision", "no")
     if precision not in ("no", "fp16", "bf16"):
-        bare = "a bare no, which YAML reads as false" if precision is False else repr(precision)
-        raise ConfigError(f"{path}: mixed_precision is {bare}", "mixed_precision: 'no'")
-    machines, asked = values.get("num_machines", 1), values.get("num_processes")
-    if not isinstance(asked, int) or asked < 1 or asked % machines:
+        bare = "a bare no, which YAML reads as false" if precision is False else shown(precision)
         raise ConfigError(
-            f"{path}: num_processes {asked} cannot be shared out among {machines} machines",
-            "num_processes: nodes x GPUs per node",
+            f"{shown(path)}: mixed_precision is {bare}", "write mixed_precision: 'no'"
+        )
+    machines = values.get("num_machines", 1)
+    asked = values.get("num_processes")
+    if not _is_count(machines) or not _is_count(asked) or asked % machines:
+        raise ConfigError(
+            f"{shown(path)}: num_processes {shown(asked)} cannot be shared out among "
+            f"{shown(machines)} machines",
+            "write num_processes: nodes x GPUs per node",
         )
     if num_processes not in (None, asked):
         raise ConfigError(
@@ -150,6 +155,10 @@ def check_file(path: Path, num_processes: int | None = None) -> str:
             f"num_processes: {num_processes}, or other nodes and GPUs per node in the script",
         )
     return f"{path}: {kind}, {asked} processes on {machines} machines, {precision}"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def main(argv: Sequence[str]) -> str:

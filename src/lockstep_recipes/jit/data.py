@@ -5,7 +5,6 @@ not own: the order of samples, batches, devices; and an image stays uint8 here.
 """
 
 import hashlib
-import json
 import math
 import os
 import random
@@ -22,6 +21,7 @@ from PIL import Image
 
 from lockstep.data.fingerprint import file_prints
 from lockstep.errors import DataError
+from lockstep.text_input import parse_json
 from lockstep_recipes.jit import text_pixels
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
@@ -301,7 +301,7 @@ def read_tokens(path: Path) -> list[int]:
         content = path.read_bytes()
         if path.suffix.lower() == ".txt":
             return text_pixels.encode(content)
-        entry = json.loads(content)
+        entry = parse_json(content)
         if isinstance(entry, dict) and isinstance(entry.get("text"), str):
             return text_pixels.encode(entry["text"].encode())
         return text_pixels.encode(entry["prompt"].encode(), entry["answer"].encode())

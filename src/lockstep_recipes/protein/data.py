@@ -8,7 +8,6 @@ out, padding. Does not own: parsing a structure, the order of samples.
       <id>.pt                         one chain as safetensors: tensors and plain text, no code
 """
 
-import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lockstep.data.fingerprint import file_prints
 from lockstep.errors import DataError
 from lockstep.randomness import derive_seed
+from lockstep.text_input import parse_json
 from lockstep_recipes.protein.residues import UNKNOWN
 from lockstep_recipes.protein.structure import Chain, Filter, is_structure, read_chains, segments
 
@@ -69,7 +69,7 @@ def read_header(path: Path) -> tuple[int, dict[str, str]]:
             (size,) = struct.unpack("<Q", file.read(8))
             if size > 2**20:
                 raise ValueError("a torch file or another format")
-            header = json.loads(file.read(size))
+            header = parse_json(file.read(size))
         return int(header["aatype"]["shape"][0]), header["__metadata__"]
     except FileNotFoundError:
         raise DataError(f"{path} does not exist", REMEDY) from None

@@ -5,7 +5,6 @@ the format of an entry. Lists are written last, so a folder that has them is who
 """
 
 import gzip
-import json
 import random
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import ConfigError, DataError
+from lockstep.text_input import parse_json
 from lockstep_recipes.command import Flags
 from lockstep_recipes.protein.data import read_header, save_chain
 from lockstep_recipes.protein.residues import LETTERS
@@ -142,7 +142,7 @@ def read_splits(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """
     try:
         with _opened(path) as file:
-            stored: Any = json.load(file)
+            stored: Any = parse_json(file.read())
         lists = {SPLIT_FILES[k]: v for k, v in stored.items() if k in SPLIT_FILES}
         known = set(names)
         kept = {split: [name for name in v if name in known] for split, v in lists.items()}
@@ -195,7 +195,7 @@ def read_jsonl(path: Path, wanted: Filter) -> Iterator[Chain | DataError]:
 def _read_line(line: str, where: str, wanted: Filter) -> Chain | DataError:
     remedy = "correct or remove the line, or --on_bad_sample skip"
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
         letters = np.array(list(entry["seq"]))
         atoms = [np.array(entry["coords"][atom], dtype=np.float32) for atom in BACKBONE]
         coords = np.stack(atoms, axis=1).reshape(len(letters), 4, 3)
@@ -214,7 +214,7 @@ def _read_line(line: str, where: str, wanted: Filter) -> Chain | DataError:
             chi_mask=np.zeros((int(whole.sum()), 4), dtype=np.bool_),
             residue_index=numbers[whole],
         )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         said = f"{type(error).__name__}: {error}"
         return DataError(f"{where} is no chain with name, seq and coords ({said})", remedy)
     reason = wanted.reason_against(chain)

@@ -30,8 +30,8 @@ def flags() -> Flags:
     )
     add = parser.add_argument
     add("--distributed", action="store_true", help="needed to train on several processes")
-    add("--world_size", type=int, help="accepted; the launcher says it")
-    add("--dist_url", default="env://", help="only env://: the launcher says where to meet")
+    add("--world_size", type=int, help="ignored unless it contradicts the launcher")
+    add("--dist_url", default="env://", help="only env:// is supported")
     add("--batchsize", dest="batch_size", type=int, default=16, help="images per GPU")
     workers = "processes that read images, per GPU"
     add("--workers", dest="num_workers", type=int, default=4, help=workers)

@@ -1,0 +1,92 @@
+"""What SLURM's options and commands say, as text: time limits, signals, answers.
+
+Owns: reading such text, and running a SLURM command for it. What cannot be read is None, "not
+known", never a guess. Does not own: what follows from it.
+"""
+
+import re
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.errors import shown
+from lockstep.text_input import whole_number
+
+UNLIMITED = ("UNLIMITED", "INFINITE")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a SLURM command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_command(words: Sequence[str], timeout_s: float | None = None) -> Answer | None:
+    """Run a SLURM command; None if it is not installed or gives no answer in time."""
+    try:
+        ended = subprocess.run(words, capture_output=True, timeout=timeout_s, check=False)
+    except (OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: a NUL in a word
+        return None
+    out, err = (part.decode(errors="replace") for part in (ended.stdout, ended.stderr))
+    return Answer(ended.returncode, out, err)
+
+
+def parse_time_limit(text: str) -> int | None:
+    """Return a time limit in seconds; None if it is none that SLURM would understand.
+
+    The words of `UNLIMITED` are for the caller to look for.
+
+    >>> [parse_time_limit(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-0:30", "soon")]
+    [5400, 90, 7200, 129600, 88200, None]
+    """
+    shape = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
+    if shape is None:
+        return None
+    numbers = [whole_number(part) for part in shape.groups() if part is not None]
+    if None in numbers:
+        return None
+    given = [number for number in numbers if number is not None]
+    days = given.pop(0) if shape[1] is not None else 0
+    # After days come hours; without, one number is minutes, two are minutes and seconds.
+    units = (3600, 60, 1) if shape[1] is not None or len(given) == 3 else (60, 1)
+    rest = sum(number * unit for number, unit in zip(given, units, strict=False))
+    return days * 86_400 + rest
+
+
+@dataclass(frozen=True, slots=True)
+class SignalOption:
+    """What `--signal` asks for."""
+
+    to_shell: bool
+    """Whether the signal goes to the batch shell alone."""
+    name: str
+    seconds: int
+    """How long before the time limit it is sent."""
+
+
+def parse_signal(text: str) -> SignalOption | None:
+    """Read the value of `--signal`; None if SLURM would not understand it.
+
+    >>> parse_signal("B:USR1@120")
+    SignalOption(to_shell=True, name='USR1', seconds=120)
+    >>> parse_signal("SIGTERM").seconds, parse_signal("R:10@30").name, parse_signal("TERM@soon")
+    (60, 'USR1', None)
+    """
+    shape = re.fullmatch(r"(?:([A-Z]+):)?([A-Za-z0-9+-]{1,20})(?:@([0-9]+))?", text, re.ASCII)
+    seconds = whole_number(shape[3] or "60") if shape else None
+    if shape is None or seconds is None:
+        return None
+    name = shape[2]
+    number = whole_number(name)
+    if number is not None and number in set(signal.Signals):
+        name = signal.Signals(number).name
+    return SignalOption("B" in (shape[1] or ""), name.upper().removeprefix("SIG"), seconds)
+
+
+def one_line(text: str) -> str:
+    """Return what a command said, in a line that a message can hold."""
+    return shown(" ".join(text.split()), limit=200)
