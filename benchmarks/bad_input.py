@@ -1,7 +1,7 @@
 """Does any bad input end in a traceback, take more than 2 s, or more than 1 GB?
 
-    python benchmarks/bad_input.py [--seed 0] [--sets 4000] [--environments 20000]
-        [--answers 5000] [--commands 2000] [--json]
+    python benchmarks/bad_input.py [--seed 0] [--sets 4000] [--flags 4000]
+        [--environments 20000] [--answers 5000] [--commands 2000] [--json]
 
 Hands seeded bad input to the functions that the commands call: values of `--set` to every recipe,
 launch variables, what `scontrol` prints, settings files, JSON, words of the command line. Each
@@ -265,9 +265,7 @@ JOB = (
     "JobId=7 JobName=train UserId=me(1000) JobState=RUNNING Reason=None Requeue=1 Restarts=0 "
     "ExitCode=0:0 RunTime=00:01:02 TimeLimit=12:00:00 EndTime=2026-01-01T12:00:00 NodeList=n[1-2]\n"
 )
-CONFIG = (
-    "Configuration data as of 2026-01-01\nKillWait                = 30 sec\nSlurmctldTimeout = 9"
-)
+CONFIG = "Configuration data as of 2026-01-01\nKillWait                = 30 sec\nTCPTimeout = 2 sec"
 BATCH = (
     "#!/bin/bash\n#SBATCH --time=12:00:00\n#SBATCH --signal=B:USR1@120 # save\n"
     "#SBATCH --nodes=2\n#SBATCH --comment='two words'\nsrun python train.py\n"
@@ -518,6 +516,7 @@ def build(recipe: str, argv: list[str]) -> None:
         survives(built.args[0])
         survives(built.args[0].run_config())
     else:
+        survives(built[0].config)
         survives(built[1])
 
 
@@ -538,6 +537,23 @@ def set_cases(seed: int, count: int, folder: Path) -> Cases:
         )
 
 
+def flag_cases(seed: int, count: int, folder: Path) -> Cases:
+    """Hand values to every flag of every recipe, except those that generate data."""
+    rng = random.Random(seed)
+    os.chdir(folder)
+    (folder / "ctclip.yaml").write_text(CTCLIP_SETTINGS)
+    parsers = {r: importlib.import_module(f"lockstep_recipes.{r}.flags").flags() for r in RECIPES}
+    for number in range(count):
+        recipe = RECIPES[number % len(RECIPES)]
+        known = [f for f in parsers[recipe]._option_string_actions if f.startswith("--")]
+        flag = rng.choice([f for f in known if f not in ("--help", "--sample_data", "--config")])
+        value = rng.choice([*NUMBERS, *DIGITS, *TEXTS, *TIMES, "1" + "0" * 400, "auto"])
+        words = ["--config", "ctclip.yaml"] if recipe == "ctclip" else []
+        words += [flag, value] if number % 2 else [f"{flag}={value}"]
+        words = [word.replace("\0", "") for word in words]
+        yield f"{recipe} {flag} {value[:40]!r}", lambda r=recipe, w=words: build(r, w)
+
+
 def environment_cases(seed: int, count: int, folder: Path) -> Cases:
     """Hand launch variables to all that read them."""
     from lockstep import runtime
@@ -547,6 +563,7 @@ def environment_cases(seed: int, count: int, folder: Path) -> Cases:
     from lockstep.doctor.report import as_json, as_lines
 
     rng = random.Random(seed)
+    search = {"PATH": os.environ["PATH"]}
     driver = machine.Driver(
         (machine.Gpu(0, "GPU-a", "", 1, 0, ()), machine.Gpu(1, "GPU-b", "", 1, 0, ()))
     )
@@ -580,14 +597,13 @@ def environment_cases(seed: int, count: int, folder: Path) -> Cases:
         # A lone surrogate other than those that stand for bytes cannot be in an environment.
         env = {n: re.sub("[\ud800-\udc7f\udd00-\udfff]", "?", v) for n, v in env.items()}
         told = json.dumps(env)[:100]
-        path = {"PATH": os.environ["PATH"]}
         if number % 4 == 0 and "NCCL_TIMEOUT" in env:
             yield told, lambda e=env: timeout(e)
         elif number % 4 == 1:
             yield told, lambda e=env: look(e)
         elif number % 4 == 2:
             words = ["python", "t.py"] if number % 8 == 2 else ["srun", "python", "t.py"]
-            yield told, lambda e=env, w=words: read_command(w, {**e, **path}, folder)
+            yield told, lambda e=env, w=words: read_command(w, {**e, **search}, folder)
         else:
             yield told, lambda e=env: launch(e)
 
@@ -729,6 +745,7 @@ def command_cases(seed: int, count: int, folder: Path) -> Cases:
 
 CAMPAIGNS: dict[str, Callable[[int, int, Path], Cases]] = {
     "--set values": set_cases,
+    "recipe flags": flag_cases,
     "environments": environment_cases,
     "scontrol outputs": answer_cases,
     "settings files": file_cases,
@@ -873,13 +890,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sets", type=int, default=4000)
+    parser.add_argument("--flags", type=int, default=4000)
     parser.add_argument("--environments", type=int, default=20_000)
     parser.add_argument("--answers", type=int, default=5000)
     parser.add_argument("--commands", type=int, default=2000)
     parser.add_argument("--examples", type=int, default=10, help="faults to print of each kind")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    counts = [args.sets, args.environments, args.answers, 100, 200, args.commands]
+    counts = [args.sets, args.flags, args.environments, args.answers, 100, 200, args.commands]
     tallies = [
         run_campaign(name, args.seed, count)
         for name, count in zip(CAMPAIGNS, counts, strict=True)

@@ -27,7 +27,7 @@ _exactly = functools.cache(lambda number: Fraction(str(number)))
 class Cadence(BaseModel):
     """When to do something: every so many epochs, or steps, or both, and always at the end."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     every_epochs: PositiveFloat | None = Field(default=1, allow_inf_nan=False)
     """May be a fraction: 0.5 is twice an epoch."""
@@ -95,7 +95,7 @@ class RunConfig(BaseModel):
     16
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     output_dir: str = "output"
     seed: int = 0

@@ -3,7 +3,9 @@
 Owns: how `section.key=value` is read, and how a bad key or value is named. Does not own: any key.
 """
 
+import re
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -42,7 +44,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 def parse_model(kind: type[Model], values: Mapping[str, Any]) -> Model:
     """Validate `values` into `kind`, turning the first complaint into one clear sentence."""
-    _check_integers(values, ())
+    _check_storable(values, ())
     try:
         return kind.model_validate(values)
     except ValidationError as invalid:
@@ -69,17 +71,20 @@ def _dotted(path: tuple[int | str, ...]) -> str:
     return plain(".".join(map(str, path))) if path else ""
 
 
-def _check_integers(value: Any, path: tuple[int | str, ...]) -> None:
-    """Refuse integers of more than 64 bits, which neither torch nor a file of events can hold."""
+def _check_storable(value: Any, path: tuple[int | str, ...]) -> None:
+    """Refuse what the record of a run cannot hold: huge integers, bytes that are not UTF-8."""
+    fault = ""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise ConfigError(
-            f"{_dotted(path)}={shown(value)} does not fit into 64 bits", f"change {_dotted(path)}"
-        )
+        fault = "does not fit into 64 bits"
+    if isinstance(value, str | PurePath) and re.search("[\ud800-\udfff]", str(value)):
+        fault = "is not UTF-8 text"
+    if fault:
+        raise ConfigError(f"{_dotted(path)}={shown(value)} {fault}", f"change {_dotted(path)}")
     below = value.items() if isinstance(value, Mapping) else ()
     if isinstance(value, list | tuple):
         below = enumerate(value)
     for key, part in below:
-        _check_integers(part, (*path, key))
+        _check_storable(part, (*path, key))
 
 
 def _owner(kind: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:

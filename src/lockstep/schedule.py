@@ -19,7 +19,7 @@ Schedule = Callable[[int], float]
 class ScheduleConfig(BaseModel):
     """Warm up, then hold or decay. Epochs of warm-up become steps by the true steps per epoch."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     shape: Literal["constant", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.config import RunConfig
-from lockstep.errors import ConfigError, LockstepError, closest, plain
+from lockstep.errors import ConfigError, LockstepError, closest, plain, shown
 from lockstep.parse import Model, parse_model
 from lockstep.runtime import launched_rank, leave_process
 from lockstep.task import Task
+from lockstep.text_input import whole_number
 from lockstep.trainer import RunResult, fit
 from lockstep_recipes.settings import merged
 
@@ -121,6 +122,14 @@ class Flags(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say it as every other error is said."""
         raise ConfigError(message, "read the list of flags and their values in --help")
+
+
+def sample_count(text: str) -> int:
+    """Read a number of samples that can be generated in reasonable time."""
+    number = whole_number(text, most=10**7)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a number from 1 to 10,000,000")
+    return number
 
 
 def _underscored(word: str) -> str:

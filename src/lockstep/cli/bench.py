@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.run import read_counts
-from lockstep.cli.words import AS_TYPED, Words
+from lockstep.cli.words import AS_TYPED, Limit, Words
 from lockstep.text_input import whole_number
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ benching = typer.Typer(
 BUSY = 0.5
 """Processes that run or wait, per core, from which on times are those of a busy machine."""
 Steps = Annotated[int, typer.Option(help="measured steps of each kind", min=4)]
-Limit = Annotated[float, typer.Option(help="seconds without a sign of life: it hangs")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write all numbers to this file")]
 
 

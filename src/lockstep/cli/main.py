@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.bench import benching
-from lockstep.cli.words import AS_TYPED, Words
+from lockstep.cli.words import AS_TYPED, Limit, Words, check_seconds
 
 app = typer.Typer(
     help="Train a PyTorch model on one GPU, a machine, or a cluster, from one script.",
@@ -59,7 +59,10 @@ def launch(
     head: Annotated[str, typer.Option(help="HOST:PORT of the first, the same on all")] = "",
     restarts: Annotated[int, typer.Option(help="how often to start again after a failure")] = 0,
     logs: Annotated[str | None, typer.Option(help="folder for a log file per rank")] = None,
-    wait: Annotated[float, typer.Option(help="seconds to wait for the other machines")] = 600,
+    wait: Annotated[
+        float,
+        typer.Option(callback=check_seconds, help="seconds to wait for the other machines"),
+    ] = 600,
 ) -> None:
     """Run a script on several processes: free port, first error shown, nothing left behind."""
     from lockstep.cli.run import count_processes
@@ -104,8 +107,8 @@ def submit(
     ] = None,
     cpus_per_process: Annotated[int | None, typer.Option(help="cores of each")] = None,
     partition: Annotated[str, typer.Option(help="the cluster's default if not given")] = "",
-    account: Annotated[str, typer.Option(help="who pays")] = "",
-    time: Annotated[str, typer.Option(help="limit of one stay in the queue: 12:00:00")] = "",
+    account: Annotated[str, typer.Option(help="SLURM account to charge")] = "",
+    time: Annotated[str, typer.Option(help="wall-clock limit of the job: 12:00:00")] = "",
     warn: Annotated[int, typer.Option(help="seconds before the limit, to save in")] = 120,
     requeues: Annotated[int, typer.Option(help="returns to the queue, at most")] = 100,
     restarts: Annotated[int, typer.Option(help="how often to start again after a failure")] = 2,
@@ -152,7 +155,7 @@ def submit(
 )
 def rehearse(
     words: Words,
-    limit: Annotated[float, typer.Option(help="seconds without a sign of life: it hangs")] = 120,
+    limit: Limit = 120,
     without: Annotated[
         list[str] | None, typer.Option(metavar="PHASE", help="what the command does not do")
     ] = None,
@@ -171,7 +174,6 @@ certifying = typer.Typer(
 app.add_typer(certifying, name="certify")
 app.add_typer(benching, name="bench")
 Steps = Annotated[int, typer.Option(help="how many steps each run takes")]
-Limit = Annotated[float, typer.Option(help="seconds without a step: it hangs")]
 Json = Annotated[bool, typer.Option("--json", help="print one object")]
 
 
@@ -260,7 +262,9 @@ def doctor(
             metavar="[-- COMMAND ...]", help="the job about to run, as you would type it"
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="how long to look into the job")] = 120,
+    seconds: Annotated[
+        float, typer.Option(callback=check_seconds, help="how long to look into the job")
+    ] = 120,
     as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
 ) -> None:
     """Check this machine, and the job about to run; every failure comes with its fix."""

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from torch.utils.data import default_collate
 
 from lockstep.agreement import check_alike
@@ -36,6 +36,7 @@ from lockstep.data.reader import (
     is_stream,
 )
 from lockstep.data.workers import read_in_workers
+from lockstep.detect import MAX_TIMEOUT_S
 from lockstep.errors import ConfigError, DataError, own_exit_code
 from lockstep.plan import BatchConfig, BatchPlan, plan_batches, resume_plan
 from lockstep.runtime import World
@@ -59,7 +60,7 @@ class LoaderConfig(BaseModel):
 
     num_workers: NonNegativeInt = 0
     prefetch: int = Field(default=2, ge=1, le=100)
-    timeout_s: PositiveFloat = Field(default=300.0, allow_inf_nan=False)
+    timeout_s: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S)
     """When a worker that gives no answer is replaced, or ten times the slowest read, if that
     is longer. Three in a row fit into the 1800 s that other ranks wait by default."""
     on_bad_sample: Literal["stop", "skip"] = "stop"

@@ -30,9 +30,10 @@ from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, shown
 from lockstep.launch.roll_call import call_roll, own_address, parse_head
 from lockstep.launch.worker import PLACE, RECORD, check_script, identity_of, work
+from lockstep.text_input import LARGEST
 
 CRASH_LOOP = 3
 """So many times the same error at the same step, and it is not tried again."""
@@ -48,6 +49,8 @@ MONITOR_S = 0.02
 ANSWER_S = 0.5
 """How long a rank may take to write down where it is."""
 FRAMES = 6
+MAX_NODES = 65_536
+"""What SLURM takes, too."""
 LEFT_S = 15.0
 """Ranks whose machine was left alone notice it, and end. Those that have not by then are stuck."""
 GOODBYE_S = 5.0
@@ -135,10 +138,19 @@ def _check(command: LaunchRequest) -> None:
     check_script(command.words)
     if command.num_nodes > 1:
         parse_head(command.head)
+    if not 0 < command.num_nodes <= MAX_NODES:
+        raise LaunchError(
+            f"--nodes {shown(command.num_nodes)} is not a number from 1 to {MAX_NODES:,}",
+            "pass --nodes 2, or leave it out on one machine",
+        )
     if not 0 <= command.node_rank < command.num_nodes:
         raise LaunchError(
-            f"--node-rank {command.node_rank} of {command.num_nodes} nodes",
-            f"0 to {command.num_nodes - 1}",
+            f"--node-rank {shown(command.node_rank)} of {command.num_nodes} nodes",
+            f"pass --node-rank from 0 to {command.num_nodes - 1}",
+        )
+    if not 0 <= command.restarts <= LARGEST:
+        raise LaunchError(
+            f"--restarts {shown(command.restarts)} cannot be counted", "pass --restarts 3"
         )
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 class Section(BaseModel):
     """Keys of one section; each section stands beside the code it configures."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -33,7 +33,7 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 class Section(BaseModel):
     """Keys that belong together; one nobody knows is refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from lockstep.config import RunConfig
 from lockstep.runtime import is_rehearsal
-from lockstep_recipes.command import Flags, rehearse, run_config, task_config, watch_values
+from lockstep_recipes.command import (
+    Flags,
+    rehearse,
+    run_config,
+    sample_count,
+    task_config,
+    watch_values,
+)
 from lockstep_recipes.jit.model import VARIANTS
 from lockstep_recipes.jit.sample_data import make_images
 from lockstep_recipes.jit.task import JiTConfig, JiTTask
@@ -31,7 +38,7 @@ def flags() -> Flags:
     add("--val_path", dest="val", help=held_out)
     add("--data_format", choices=["auto", "images", "text"], default="auto")
     generated = "train on N generated images instead of --data_path"
-    add("--sample_data", type=_count, metavar="N", help=generated)
+    add("--sample_data", type=sample_count, metavar="N", help=generated)
     add("--model", dest="variant", default="JiT-B/4", help=f"one of {', '.join(VARIANTS)}")
     add("--img_size", dest="image_size", type=int, default=64)
     add("--batch_size", type=int, default=64, help="images per GPU")
@@ -55,13 +62,6 @@ def flags() -> Flags:
     add("--output_dir", default="./output")
     add("--on_bad_image", dest="on_bad_sample", choices=["stop", "skip"], default="stop")
     return parser
-
-
-def _count(text: str) -> int:
-    """Read a number of images that can be drawn in reasonable time."""
-    if not 0 < int(text) <= 10**7:
-        raise ValueError(text)
-    return int(text)
 
 
 def build(argv: Sequence[str]) -> tuple[JiTTask, RunConfig]:

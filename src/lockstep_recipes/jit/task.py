@@ -50,7 +50,7 @@ TIME_BINS = {"loss_t_low": (0.0, 0.25), "loss_t_mid": (0.25, 0.5), "loss_t_high"
 class JiTConfig(BaseModel):
     """Everything that makes one JiT run differ from another, the loop aside."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     variant: str = "JiT-B/4"
     image_size: int = Field(default=64, ge=1)

@@ -7,7 +7,14 @@ from pathlib import Path
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.runtime import is_rehearsal
-from lockstep_recipes.command import Flags, rehearse, run_config, task_config, watch_values
+from lockstep_recipes.command import (
+    Flags,
+    rehearse,
+    run_config,
+    sample_count,
+    task_config,
+    watch_values,
+)
 from lockstep_recipes.protein.sample_data import make_cache
 from lockstep_recipes.protein.task import ProteinConfig, ProteinTask
 
@@ -30,7 +37,8 @@ def flags() -> Flags:
     add("--cache_dir", help="cache folder; where it holds entries, they are used")
     add("--use_predefined_split", action="store_true", help="train.txt and val.txt decide")
     add("--val_split", type=float, default=0.1, help="share held out without predefined lists")
-    add("--sample_data", type=int, metavar="N", help="train on N generated chains instead")
+    generated = "train on N generated chains instead"
+    add("--sample_data", type=sample_count, metavar="N", help=generated)
     add("--batch_size", type=int, default=4, help="chains per GPU")
     add("--use_discrete_diffusion", action="store_true", help="without it: one masked step")
     add("--num_diffusion_steps", type=int, default=1000)

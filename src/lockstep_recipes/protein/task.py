@@ -58,7 +58,7 @@ BASELINES = ("unigram_", "common_")
 class ProteinConfig(BaseModel):
     """Everything that makes one run differ from another, the loop aside."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     pdb_path: Path = Path("data/cache")
     cache_dir: Path | None = None

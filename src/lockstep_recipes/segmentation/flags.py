@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config import RunConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, plain, shown
 from lockstep.runtime import is_rehearsal, launched
+from lockstep.text_input import whole_number
 from lockstep_recipes.command import Flags, rehearse, run_config, task_config
 from lockstep_recipes.segmentation.data import MODES
 from lockstep_recipes.segmentation.model import BLOCKS
@@ -118,8 +119,8 @@ def check_launch(args: argparse.Namespace) -> None:
         )
     if args.dist_url != "env://":
         raise ConfigError(
-            f"--dist_url {args.dist_url} is not supported",
-            "env://, with MASTER_ADDR and MASTER_PORT",
+            f"--dist_url {plain(args.dist_url)} is not supported",
+            "use env://, with MASTER_ADDR and MASTER_PORT",
         )
 
 
@@ -134,12 +135,12 @@ def choose_model(model_type: str | None, layers: int | None) -> tuple[str, int, 
     """
     model_type = model_type or f"res{layers or 50}_ASPP_lorm"
     found = re.fullmatch(r"res(\d+)_ASPP(_lorm)?", model_type)
-    if found is None or int(found[1]) not in BLOCKS:
+    named = whole_number(found[1]) if found else None
+    if found is None or named not in BLOCKS:
         raise ConfigError(
-            f"there is no model {model_type!r}",
-            f"resN_ASPP_lorm or resN_ASPP, with N one of {', '.join(map(str, BLOCKS))}",
+            f"there is no model {shown(model_type)}",
+            f"use resN_ASPP_lorm or resN_ASPP, with N one of {', '.join(map(str, BLOCKS))}",
         )
-    named = int(found[1])
     if layers not in (None, named):
         raise ConfigError(
             f"--layers {layers} and --model_type {model_type} disagree",

@@ -59,7 +59,7 @@ Batch = Mapping[str, Tensor]
 class SegmentationConfig(BaseModel):
     """Everything that makes one segmentation run differ from another, the loop aside."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     data: Path = Path("dataset/ScribbleSup/VOC2012")
     mode: str = "auto"
