@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lockstep.data.order import leaves_of
 from lockstep.errors import ConfigError
 from lockstep.plan import (
     BatchConfig,
@@ -221,12 +222,48 @@ def test_changed_numbers_are_refused_by_name_unless_accepted(fresh: Contract, sa
     assert resume_contract(contract(), fresh, accept_changes=True) == fresh
 
 
-def test_more_ranks_than_micro_batches_are_refused_with_a_number_that_fits() -> None:
-    stored = contract(world_size=2)
-    with pytest.raises(ConfigError, match="3 ranks, but a step has 2 micro-batches") as caught:
-        resume_contract(stored, contract(world_size=3), accept_changes=False)
-    assert "2 ranks" in caught.value.remedy
-    resume_contract(stored, contract(world_size=2), accept_changes=False)
+@pytest.mark.parametrize(
+    ("batch_size", "began_on", "world_size", "leaves"),
+    [
+        (8, 1, 2, [4, 4]),
+        (8, 1, 4, [2, 2, 2, 2]),
+        (8, 1, 8, [1] * 8),
+        (8, 2, 3, [6, 6, 4]),
+        (5, 1, 2, [3, 2]),
+        (5, 2, 4, [3, 3, 3, 1]),
+        (5, 1, 4, [2, 2, 1]),  # and a padding one: in one round, where single samples take two
+        (8, 4, 3, [8, 8, 8, 8]),
+        (5, 1, 5, [1] * 5),
+    ],
+)
+def test_more_ranks_than_micro_batches_get_smaller_ones(
+    batch_size: int, began_on: int, world_size: int, leaves: list[int]
+) -> None:
+    stored = contract(batch_size=batch_size, world_size=began_on)
+    fresh = contract(batch_size=batch_size, world_size=world_size)
+    plan = resume_contract(stored, fresh, accept_changes=False).plan
+    assert plan.global_batch == stored.plan.global_batch
+    found = {leaf.place: leaf for r in range(world_size) for leaf in leaves_of(plan, 0, r)}
+    assert [leaf.stop - leaf.start for _, leaf in sorted(found.items())] == leaves
+    assert plan.accumulate == math.ceil(len(leaves) / world_size)
+    back = resume_contract(replace(stored, plan=plan), stored, accept_changes=False).plan
+    assert back == stored.plan, "and grow again as ranks get fewer"
+
+
+def test_memory_halves_what_more_ranks_have_cut_already() -> None:
+    stored = contract(batch_size=8, world_size=1)
+    plan = resume_contract(stored, contract(batch_size=8, world_size=2), accept_changes=False).plan
+    assert [plan.leaf_size, plan.halved().leaf_size, plan.halved().halved().leaf_size] == [4, 2, 1]
+    back = resume_contract(replace(stored, plan=plan.halved()), stored, accept_changes=False).plan
+    assert back.leaf_size == 2, "what did not fit in memory stays halved on fewer ranks"
+
+
+def test_more_ranks_than_samples_in_a_step_are_refused_with_the_numbers() -> None:
+    stored, fresh = contract(world_size=1), contract(world_size=5)
+    with pytest.raises(ConfigError, match="5 ranks, but a step has 4 samples") as caught:
+        resume_contract(stored, fresh, accept_changes=False)
+    assert caught.value.remedy.startswith("use 4 ranks or fewer, or pass accept_changes=true")
+    assert resume_contract(stored, fresh, accept_changes=True) == fresh
 
 
 def test_a_kept_tail_is_not_dropped_after_a_resume_without_a_word() -> None:

@@ -65,3 +65,13 @@ def synchronise_batch_norm(model: nn.Module, world: World) -> None:
             model.register_module(name, SyncBatchNorm(child, world))
         else:
             synchronise_batch_norm(child, world)
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Say whether `model` normalises over a batch while it is trained; a frozen layer does not."""
+    return any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+
+
+def synchronises_itself(model: nn.Module) -> bool:
+    """Say whether `model` comes with torch's own synchronised batch normalisation."""
+    return any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())

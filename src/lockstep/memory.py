@@ -72,7 +72,7 @@ def halve(run: "Run", problem: str, events: "EventLog") -> None:
             f"step {step + 1}: one sample does not fit in memory: {problem}",
             "a smaller model or sample, or precision=bf16",
         )
-    halved = replace(plan, halvings=plan.halvings + 1)
+    halved = plan.halved()
     run.contract, run.loader.plan = replace(run.contract, plan=halved), halved
     run.loader.seek(step, run.progress.consumed)
     run.model = bare(run.model)

@@ -53,7 +53,8 @@ class BatchPlan:
     """One step's global batch, cut into leaves: micro-batches of a fixed size.
 
     Leaves belong to the step, not to a rank. Ranks take contiguous runs of them,
-    so the same leaves are computed for every number of ranks, divisor or not.
+    so the same leaves are computed for every number of ranks, divisor or not, as
+    long as there is one for each rank. More ranks get smaller leaves.
     """
 
     num_samples: int
@@ -62,14 +63,18 @@ class BatchPlan:
     samples_per_epoch: int
     world_size: int
     halvings: int = 0
-    """How often leaves have been cut in two since, for want of memory."""
+    """How often leaves have been halved for good: for want of memory, or in exact mode for more
+    ranks than the step had leaves."""
     planned_for: int = 0
     """How many ranks the run began on; 0 in checkpoints of 0.1."""
+    cut_for_ranks: int = 0
+    """Samples of a leaf where there are more ranks than leaves of the batch size, or 0."""
 
     @property
     def leaf_size(self) -> int:
-        """Return the samples of one leaf: the batch size, unless it was cut."""
-        return -(-self.batch_size // (1 << self.halvings))
+        """Return the samples of one leaf: the batch size, or less if it was cut."""
+        halved = math.ceil(self.batch_size / (1 << self.halvings))
+        return min(halved, self.cut_for_ranks or halved)
 
     @property
     def began_on(self) -> int:
@@ -78,8 +83,8 @@ class BatchPlan:
 
     @property
     def total_batch(self) -> int:
-        """Return the samples of one micro-batch on every rank."""
-        return self.batch_size * self.world_size
+        """Return the samples of one micro-batch on every rank: those that can meet in a loss."""
+        return min(self.leaf_size * self.world_size, self.global_batch)
 
     @property
     def global_batch(self) -> int:
@@ -89,7 +94,12 @@ class BatchPlan:
     @property
     def accumulate(self) -> int:
         """Return the most micro-batches a rank computes in one step."""
-        return math.ceil(math.ceil(self.global_batch / self.leaf_size) / self.world_size)
+        return math.ceil(self.num_leaves / self.world_size)
+
+    @property
+    def num_leaves(self) -> int:
+        """Return the micro-batches of a whole step, on all ranks together."""
+        return math.ceil(self.global_batch / self.leaf_size)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -100,6 +110,30 @@ class BatchPlan:
     def dropped(self) -> int:
         """Return the samples an epoch leaves out; the next epoch's shuffle leaves out others."""
         return self.num_samples - self.samples_per_epoch
+
+    def halved(self) -> Self:
+        """Return the plan with the next smaller leaves, for good; the global batch stays."""
+        smaller = replace(self, halvings=self.halvings + 1)
+        while smaller.leaf_size == self.leaf_size > 1:  # they may be smaller already, for the ranks
+            smaller = replace(smaller, halvings=smaller.halvings + 1)
+        return smaller
+
+    def on_ranks(self, world_size: int) -> Self:
+        """Return the plan with the same global batch on another number of ranks.
+
+        Where a step has too few leaves, it is cut into one for each rank.
+        """
+        plan = replace(self, world_size=world_size, planned_for=self.began_on, cut_for_ranks=0)
+        if plan.num_leaves >= world_size:
+            return plan
+        return replace(plan, cut_for_ranks=math.ceil(plan.global_batch / world_size))
+
+    def halved_for_ranks(self) -> Self:
+        """Return the plan with leaves halved for good until there is one for each rank."""
+        plan = replace(self, cut_for_ranks=0)
+        while plan.num_leaves < plan.world_size:
+            plan = plan.halved()
+        return plan
 
 
 def plan_batches(config: BatchConfig, num_samples: int, world_size: int) -> BatchPlan:
@@ -178,7 +212,7 @@ class Contract:
         plan = self.plan
         factor = self.effective_lr / self.base_lr
         return [
-            f"Batch size: {plan.batch_size} per GPU, "
+            f"Batch size: {plan.leaf_size} per GPU, "
             f"{plan.total_batch} total (x {plan.world_size}), "
             f"{plan.global_batch} effective (x {plan.accumulate} accumulated)",
             f"Steps per epoch: {plan.steps_per_epoch} "
@@ -188,20 +222,23 @@ class Contract:
         ]
 
 
-ANEW = "another folder, to begin anew"
+FROM_SCRATCH = "use another folder to start from scratch"
 
 
 def resume_plan(
-    stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, Any], instead: str = ANEW
+    stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, Any], instead: str = FROM_SCRATCH
 ) -> BatchPlan:
-    """Return the plan a resumed run goes on with: the stored leaves, cut for the ranks there are.
+    """Return the plan of a resumed run: the stored global batch, on the ranks there are now.
 
-    `others` are further numbers, by name, as they were and are; `instead` is what to do for new
-    ones, where there is a way.
+    `others` are further numbers, by name, as they were and are; `instead` says what to do to
+    train with the new ones.
 
     >>> stored = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=4)
-    >>> fresh = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=2)
-    >>> resume_plan(stored, fresh).accumulate
+    >>> fewer = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=2)
+    >>> resume_plan(stored, fewer).accumulate
+    2
+    >>> more = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=8)
+    >>> resume_plan(stored, more).leaf_size
     2
 
     Raises:
@@ -211,13 +248,13 @@ def resume_plan(
     changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes if old != new)
     if changed:
         problem = f"the checkpoint was trained with other numbers: {changed}"
-        raise ConfigError(problem, f"the old numbers, or {instead}")
-    if fresh.world_size > stored.leaves_per_step:
+        raise ConfigError(problem, f"use the old numbers, or {instead}")
+    if fresh.world_size > stored.global_batch:
         raise ConfigError(
-            f"{fresh.world_size} ranks, but a step has {stored.leaves_per_step} micro-batches",
-            f"{stored.leaves_per_step} ranks or fewer, or {instead}",
+            f"{fresh.world_size} ranks, but a step has {stored.global_batch} samples",
+            f"use {stored.global_batch} ranks or fewer, or {instead}",
         )
-    return replace(stored, world_size=fresh.world_size, planned_for=stored.began_on)
+    return stored.on_ranks(fresh.world_size)
 
 
 def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> Contract:
@@ -233,10 +270,10 @@ def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> 
     names = ["base_lr", "lr_scaling", "seed", *also]
     own = [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
     changes = [*_plan_changes(stored.plan, fresh.plan), *own]
-    too_many = fresh.plan.world_size > stored.plan.leaves_per_step
+    too_many = fresh.plan.world_size > stored.plan.global_batch
     if accept_changes and (too_many or any(old != new for _, old, new in changes)):
         return fresh
-    instead = "accept_changes=true to go on with the new ones"
+    instead = "pass accept_changes=true to train on with the new ones"
     return replace(stored, plan=resume_plan(stored.plan, fresh.plan, *own, instead=instead))
 
 

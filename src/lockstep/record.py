@@ -27,7 +27,7 @@ from lockstep.observe.sinks import Sinks
 from lockstep.observe.throughput import Throughput
 from lockstep.parallel import own_seconds
 from lockstep.progress import StepReport
-from lockstep.resuming import warnings_of
+from lockstep.resuming import describe_cut, warnings_of
 from lockstep.schedule import warmup_length
 from lockstep.setup import Run
 from lockstep.sharding import is_sharded
@@ -170,10 +170,11 @@ def banner(run: Run) -> list[str]:
     if warmup > total_steps:
         lines.append(f"warning: the warm-up of {warmup} steps outlasts the run of {total_steps}")
     fixed = run.config.batch.global_batch_size or rate.reference_batch
-    if rate.lr_scaling == "linear" and world.size > 1 and plan.global_batch == fixed:
+    # A resumed run keeps the rate of the ranks it began on.
+    if rate.lr_scaling == "linear" and plan.began_on > 1 and plan.global_batch == fixed:
         lines.append(
-            f"warning: linear scaling multiplies the rate by {world.size}, but the effective batch "
-            f"is still {plan.global_batch}"
+            f"warning: linear scaling multiplies the rate by {plan.began_on}, but the effective "
+            f"batch is still {plan.global_batch}"
         )
     lines += [
         f"warning: the {name} samples were not compared between ranks: two reads of a sample gave "
@@ -197,6 +198,7 @@ def banner(run: Run) -> list[str]:
         )
     if run.resumed_from is not None:
         lines += [f"warning: {said}" for said in warnings_of(run.resumed_from, run.config)]
+        lines += describe_cut(run.resumed_from, plan, run.model, run.config.exact)
     before = run.resumed_from.meta.get("numerics", {}) if run.resumed_from else {}
     if run.config.exact and before and (changed := changes(before, run.numerics)):
         lines.append(f"warning: the bits may differ from here on: {', '.join(changed)}")

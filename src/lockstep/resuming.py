@@ -7,15 +7,19 @@ for what is not. Does not own: how a state is restored.
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from lockstep.batch_norm import SyncBatchNorm, has_batch_norm, synchronises_itself
 from lockstep.checkpoint import Checkpoint, CheckpointStore
 from lockstep.config import RunConfig
 from lockstep.data.fingerprint import differences, take_print
 from lockstep.data.loader import plan_for
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.plan import Contract, resume_contract, scaled_rate
+from lockstep.plan import BatchPlan, Contract, resume_contract, scaled_rate
 
 BINDING: tuple[str, ...] = (
     "schedule",
@@ -80,34 +84,123 @@ def agree_on_contract(
     gathers: bool = False,
 ) -> Contract:
     """Return the batch and rate contract: fresh, or the checkpoint's on this many ranks."""
-    plan = plan_for(data, config.batch, world_size)
-    effective = scaled_rate(config.rate, world_size, plan.global_batch)
-    fresh = Contract(plan, config.rate.lr, config.rate.lr_scaling, effective, config.seed)
     if checkpoint is None:
-        return fresh
-    if "contract" not in checkpoint.meta:
-        raise CheckpointError(
-            f"{checkpoint.path} was saved by a loop of its own", "that loop, or another output_dir"
-        )
-    stored = Contract.from_json(checkpoint.meta["contract"])
+        return _fresh_contract(config, data, world_size)
+    stored = _stored_contract(checkpoint)
     asked, was = config.batch.global_batch_size, stored.plan
+    try:
+        fresh = _fresh_contract(config, data, world_size)
+    except ConfigError:
+        if world_size <= was.began_on:
+            raise
+        # So many ranks would need a larger step than these settings or data allow. A resumed run
+        # does not: it keeps the step it began with.
+        began = _fresh_contract(config, data, was.began_on)
+        fresh = replace(began, plan=began.plan.on_ranks(world_size))
     is_other = asked not in (None, was.global_batch)
     if is_other and not config.accept_changes:
         raise ConfigError(
             f"the checkpoint was trained with global_batch_size {was.global_batch}, "
             f"this run asks for {asked}",
-            "the old number, or accept_changes=true to go on with the new one",
+            "use the old number, or pass accept_changes=true to train on with the new one",
         )
     agreed = fresh if is_other else resume_contract(stored, fresh, config.accept_changes)
     # The same global batch on other ranks is another loss here: fewer samples meet at a time.
     if gathers and agreed.plan.total_batch != was.total_batch and not config.accept_changes:
         raise ConfigError(
             f"the loss compares the samples of all ranks: the checkpoint was trained with "
-            f"{was.total_batch} at a time ({was.batch_size} x {was.world_size} ranks), this run "
+            f"{was.total_batch} at a time ({was.leaf_size} x {was.world_size} ranks), this run "
             f"would have {agreed.plan.total_batch}",
-            f"{was.world_size} ranks, or accept_changes=true",
+            f"use {_ranks(was.world_size)}, or pass accept_changes=true",
         )
+    if config.exact and agreed.plan.cut_for_ranks:
+        if not config.accept_changes:
+            raise ConfigError(
+                f"{world_size} ranks, but a step is {was.num_leaves} x {was.leaf_size} samples: "
+                "with smaller micro-batches exact mode would give other bits",
+                f"use {_ranks(was.num_leaves)} or fewer, or pass accept_changes=true to train on "
+                "with smaller micro-batches and other bits",
+            )
+        # From here on the bits are the same for any number of ranks again.
+        agreed = replace(agreed, plan=agreed.plan.halved_for_ranks())
     return agreed
+
+
+def _fresh_contract(config: RunConfig, data: Any, world_size: int) -> Contract:
+    plan = plan_for(data, config.batch, world_size)
+    effective = scaled_rate(config.rate, world_size, plan.global_batch)
+    return Contract(plan, config.rate.lr, config.rate.lr_scaling, effective, config.seed)
+
+
+def _stored_contract(checkpoint: Checkpoint) -> Contract:
+    if "contract" not in checkpoint.meta:
+        raise CheckpointError(
+            f"{checkpoint.path} was saved by a custom loop",
+            "resume it with that loop, or use another output_dir",
+        )
+    return Contract.from_json(checkpoint.meta["contract"])
+
+
+def check_batch_norm(
+    model: nn.Module, checkpoint: Checkpoint | None, plan: BatchPlan, config: RunConfig
+) -> None:
+    """Refuse other micro-batches for other ranks where the model normalises over each of them.
+
+    Raises:
+        ConfigError: with the samples that statistics see, before and now.
+    """
+    if checkpoint is None or config.accept_changes:
+        return
+    if config.sync_batch_norm or synchronises_itself(model):
+        return  # the number of ranks always mattered there: `describe_cut` says so
+    was, (before, now) = _stored_contract(checkpoint).plan, _normalised(checkpoint, plan, model)
+    if before != now:
+        raise ConfigError(
+            f"batch normalisation would see {now} samples at a time on {_ranks(plan.world_size)}; "
+            f"the checkpoint was trained with {before} on {_ranks(was.world_size)}",
+            f"use {_ranks(was.world_size)}, or pass accept_changes=true; together with "
+            f"sync_batch_norm=true statistics see {plan.total_batch} samples",
+        )
+
+
+def describe_cut(
+    checkpoint: Checkpoint, plan: BatchPlan, model: nn.Module, exact: bool
+) -> list[str]:
+    """Return what to print where a resumed run cuts a step into other micro-batches."""
+    was = _stored_contract(checkpoint).plan
+    if (was.global_batch, was.batch_size) != (plan.global_batch, plan.batch_size):
+        return []  # the user asked for that
+    lines = []
+    if plan.leaf_size != was.leaf_size:
+        lines.append(
+            f"saved on {_ranks(was.world_size)}, resumed on {_ranks(plan.world_size)}: "
+            f"micro-batches of {plan.leaf_size} samples instead of {was.leaf_size}, "
+            f"still {plan.global_batch} samples a step"
+            + ("; warning: the bits differ from here on" if exact else "")
+        )
+    before, now = _normalised(checkpoint, plan, model)
+    if before != now:
+        lines.append(
+            f"warning: batch normalisation sees {now} samples at a time instead of {before}"
+        )
+    return lines
+
+
+def _normalised(checkpoint: Checkpoint, plan: BatchPlan, model: nn.Module) -> tuple[int, int]:
+    """Return how many samples batch normalisation saw at a time, and sees now."""
+    if not has_batch_norm(model):
+        return 0, 0
+    was = _stored_contract(checkpoint).plan
+    own = synchronises_itself(model)
+    was_synchronised = own or checkpoint.meta["config"].get("sync_batch_norm", False)
+    is_synchronised = own or any(isinstance(m, SyncBatchNorm) for m in model.modules())
+    before = was.total_batch if was_synchronised else was.leaf_size
+    now = plan.total_batch if is_synchronised else plan.leaf_size
+    return before, now
+
+
+def _ranks(num: int) -> str:
+    return "1 rank" if num == 1 else f"{num} ranks"
 
 
 def flat_settings(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:

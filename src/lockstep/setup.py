@@ -46,6 +46,7 @@ from lockstep.resuming import (
     agree_to_go_on,
     changed_data,
     changed_settings,
+    check_batch_norm,
     choose_checkpoint,
     settled,
     take_prints,
@@ -290,6 +291,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     model = together(world, task.build_model)
     if config.sync_batch_norm and world.size > 1:
         synchronise_batch_norm(model, world)
+    together(world, lambda: check_batch_norm(model, checkpoint, contract.plan, config))
     if config.parallel == "fsdp":
         together(world, lambda: shard(model, world, task.blocks(model), config.gradients.dtype))
     else:
