@@ -24,7 +24,7 @@ from lockstep.certify.certificate import Certificate, certify_parity, certify_re
 from lockstep.certify.compare import compare, read_lives, relative
 from lockstep.certify.part import KILLED, Actor, Part
 from lockstep.certify.trace import hash_of
-from lockstep.certify.verdict import find_cause
+from lockstep.certify.verdict import TRY, find_cause
 from lockstep.cli.certify import certify, lines_of
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.testing import run_ranks
@@ -69,7 +69,10 @@ def play_forked(
         except RuntimeError as error:
             if "died without a word" not in str(error) or not (stage / KILLED).exists():
                 raise
-            codes = run_ranks(ranks or num_ranks, act, stage)
+            try:
+                codes = run_ranks(ranks or num_ranks, act, stage)
+            except RuntimeError as refused:  # as the command line says it
+                raise LaunchError(str(refused), "run the command by itself") from refused
         assert set(codes) == {0}
         return stage
 
@@ -100,26 +103,42 @@ AFTER_A_RESUME = {
     "ClockAugmentation": ("augmentation", "step 1, micro-batch 0: samples "),
     "GlobalNumpy": ("RNG", "NumPy's global generator is elsewhere"),
     "OwnGenerator": ("RNG", "was given something else; task.noise is elsewhere"),
-    "RememberedLoss": ("loss weighting", "task.mean differs, and is not saved"),
-    "LostStatistics": ("BatchNorm", "going on from step 3: 1.running_mean, 1.running_var is not"),
-    "FreshHead": ("weights", "going on from step 3: 3.bias, 3.weight is not what it was"),
+    "RememberedLoss": ("task state", "task.mean differs, and is not saved"),
+    "UnsavedCount": ("task state", "was given something else; task.seen differs, and is not saved"),
+    "HiddenCount": ("task state", "the loss depends on something that no checkpoint holds"),
+    "ForgottenCount": ("task state", "; state.seen of the task is not what it was"),
+    "UnseededData": ("initialisation", "the data set itself differs at every start, not how it is"),
+    "UnseededModel": (
+        "initialisation",
+        "at the start: 0.bias, 0.weight, 3.bias and 1 more differs",
+    ),
+    "UnseededScale": ("initialisation", "; task.scale differs from the start"),
+    "LostStatistics": ("BatchNorm", "resuming from step 3: 1.running_mean, 1.running_var is not"),
+    "FreshHead": ("weights", "resuming from step 3: 3.bias, 3.weight is not what it was"),
     "OwnMomentum": ("optimizer", "step 4: the same gradient, and another 0.bias, 0.weight, 3.bias"),
     "VolatileBuffer": ("buffers", "4.calls is not in state_dict(), and differs"),
     "ModuleAttribute": ("buffers", "model.4.count differs, and is not saved"),
     "Kernel": ("kernels", "step 1, micro-batch 0: the same inputs and weights"),
     "RateSinceStart": ("learning rate", "step 4: learning rate 0.02 instead of 0.01458"),
-    "OwnScaler": ("scaler", "going on from step 3: _growth_tracker, scale is not what it was"),
+    "OwnScaler": ("scaler", "resuming from step 3: _growth_tracker, scale is not what it was"),
 }
 ON_OTHER_RANKS = {
     "RankOrder": ("data", "step 1, micro-batch 1: samples "),
     "RankAugmentation": ("augmentation", "step 1, micro-batch 1: samples "),
     "ShakenGather": ("augmentation", "the same samples look different"),
+    "SizeByWorld": (
+        "batch size",
+        "at the start: 4 samples in a micro-batch instead of 8, 8 samples",
+    ),
+    "UnseededData": ("initialisation", "the data set itself differs at every start, not how it is"),
+    "UnsavedCount": ("task state", "task.seen differs with the number of ranks"),
     "FewerForMore": ("data", "at the start: 24 training samples instead of 48"),
     "RankNoise": ("RNG", "step 1, micro-batch 1: the same batch, and the model was given"),
     "RankDropout": ("RNG", "step 1, micro-batch 1: the same inputs and weights"),
     "GlobalNumpy": ("RNG", "NumPy's global generator is elsewhere"),
     "DividedByWorld": ("loss weighting", "the same outputs, and a loss of "),
     "OwnCount": ("loss weighting", "the same outputs, and a loss of "),
+    "MisweighedAdversarial": ("loss weighting", "the same outputs, and a loss of "),
     "Normed": ("BatchNorm", "step 1: 1.num_batches_tracked, 1.running_mean, 1.running_var"),
     "RateByWorld": ("learning rate", "step 1: learning rate 0.08 instead of 0.04"),
     "DecayByWorld": ("optimizer", "step 2, micro-batch 0: weights that rounding does not explain"),
@@ -150,7 +169,86 @@ def test_a_defect_on_other_ranks_is_called_by_its_name(defect: str, tmp_path: Pa
     assert played[-1] == "again", "it was made sure that the first run repeats"
 
 
+def test_every_remedy_is_an_imperative() -> None:
+    verbs = {
+        "call",
+        "draw",
+        "keep",
+        "let",
+        "make",
+        "pass",
+        "remove",
+        "return",
+        "seed",
+        "set",
+        "use",
+    }
+    assert {remedy.split()[0] for remedy in TRY.values()} <= verbs
+
+
+def test_an_attribute_that_never_repeats_is_not_taken_for_the_cause(tmp_path: Path) -> None:
+    """A task that keeps the time of its start, beside a real defect."""
+    certificate, played = prove_resume("StampedCount", tmp_path)
+    assert certificate.finding is not None
+    assert "; task.seen differs, and is not saved" in certificate.finding.says
+    assert played[-1] == "again"
+
+
+# --- How samples are cut into micro-batches ----------------------------------
+
+
+def test_a_mean_over_units_that_samples_have_different_numbers_of_is_named(tmp_path: Path) -> None:
+    """All numbers of ranks take the same micro-batches, and agree on what is wrong."""
+    certificate, played = prove_parity("TokenMean", tmp_path)
+    finding = certificate.finding
+    assert finding is not None
+    assert finding.cause == "loss weighting"
+    assert "the loss is a mean over units that differ between samples (up to " in finding.says
+    assert finding.remedy.startswith("return PartialLoss(sum, weight): the sum over units")
+    first, cut = certificate.columns
+    assert set(first.cells.values()) == {"same bits"}, "which is all that ranks can show"
+    assert (cut.title, cut.cells) == ("another cut", {"loss": "DIFFERS"})
+    assert played == ["1 rank", "2 ranks"]
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("InBatch", "in three: batch_size is part of what is learned"),
+        ("Noisy", "how samples fall into micro-batches (it draws random numbers)"),
+        ("Adversarial", "how samples fall into micro-batches (a custom loop takes its own steps)"),
+        ("Gathering", "how samples fall into micro-batches (its loss compares samples)"),
+        ("Fussy", "(the loss of fewer samples fails: ValueError: four samples, or none)"),
+    ],
+)
+def test_what_cutting_cannot_show_is_a_remark(task: str, said: str, tmp_path: Path) -> None:
+    certificate, _ = prove_parity(task, tmp_path)
+    assert certificate.finding is None, certificate
+    assert said in "\n".join(certificate.remarks)
+
+
+@pytest.mark.parametrize("task", ["Sound", "SyncNormed", "Weighed"])
+def test_a_sound_loss_is_the_same_however_samples_are_cut(task: str, tmp_path: Path) -> None:
+    """Though there is dropout, batch normalisation, or a term with units of its own."""
+    certificate, _ = prove_parity(task, tmp_path)
+    assert certificate.finding is None, certificate
+    assert certificate.remarks == []
+    cut = certificate.columns[-1]
+    assert cut.title == "another cut"
+    assert re.fullmatch(r"same bits|rounding \de-1\d", cut.cells["loss"])
+
+
 # --- Sound runs --------------------------------------------------------------
+
+
+def test_what_a_gan_trains_beside_its_model_is_rounded_too(tmp_path: Path) -> None:
+    """The first loss of the model follows five updates of its critic, added up in another order."""
+    certificate, played = prove_parity("Adversarial", tmp_path)
+    assert certificate.finding is None, certificate
+    assert played == ["1 rank", "2 ranks", "reordered"]
+    one, two = (read_lives(tmp_path / n / "trace")[0] for n in ("1 rank", "2 ranks"))
+    first = next(m for m in compare(one, two, bits=False).measured if m.stage == "loss")
+    assert (first.step, first.same_weights) == (1, True), "before the model's weights differ"
 
 
 def test_a_sound_run_is_certified(tmp_path: Path) -> None:
@@ -286,13 +384,13 @@ def test_what_cannot_be_certified_is_one_line_and_something_to_try(apart: Path) 
         with pytest.raises(error, match=match):
             certify(options.pop("kind"), words, **options)
 
-    refused(ConfigError, "there is no command\n  try: lockstep certify resume -- python")
+    refused(ConfigError, "there is no command\n  try: add one: lockstep certify resume -- python")
     refused(LaunchError, "nosuch cannot be started", "nosuch")
     refused(ConfigError, "not one step of lockstep's was seen in it", "true")
     refused(ConfigError, "--steps 2 is too few", "true", steps=2)
     refused(
         ConfigError,
-        "--gpus 1 is nothing to compare\n  try: --gpus 1,2",
+        "--gpus 1 is nothing to compare\n  try: pass --gpus 1,2",
         "true",
         kind="parity",
         gpus="1",

@@ -111,6 +111,81 @@ class RememberedLoss(Sound):
         return PartialLoss(value / self.mean, weight)
 
 
+class UnsavedCount(Sound):
+    """Fades its inputs in by a count of calls that is not in `state()`."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def loss(self, model, batch, context):
+        self.seen += 1
+        return PartialLoss(*self.error(model(batch["x"] * (1 + 0.01 * self.seen)), batch))
+
+
+class HiddenCount(Sound):
+    """Likewise, where no trace can look."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = {"calls": iter(range(1, 1000))}
+
+    def loss(self, model, batch, context):
+        seen = next(self.hidden["calls"])
+        return PartialLoss(*self.error(model(batch["x"] * (1 + 0.01 * seen)), batch))
+
+
+class ForgottenCount(UnsavedCount):
+    """Saves its count, and does not take it back."""
+
+    def state(self):
+        return {"seen": self.seen}
+
+
+class StampedCount(UnsavedCount):
+    """Also keeps when it started, which changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.started = time.time()
+
+
+class UnseededScale(Sound):
+    """Draws a factor for its loss when the script starts."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 1 + np.random.default_rng().uniform()
+
+    def loss(self, model, batch, context):
+        value, weight = self.error(model(batch["x"]), batch)
+        return PartialLoss(value * self.scale, weight)
+
+
+class UnseededData(Sound):
+    """Draws its targets when the script starts, from a generator nobody has seeded."""
+
+    def __init__(self):
+        super().__init__()
+        self.noise = np.random.default_rng().normal(size=(self.num_samples, 3))
+
+    def train_data(self):
+        noise = torch.from_numpy(self.noise)
+        return [{**s, "y": s["y"] + noise[n]} for n, s in enumerate(super().train_data())]
+
+
+class UnseededModel(Sound):
+    """Builds its model when the script starts, before anything is seeded."""
+
+    def __init__(self):
+        super().__init__()
+        torch.seed()
+        self.built = super().build_model()
+
+    def build_model(self):
+        return self.built
+
+
 class Normed(Sound):
     """Has batch normalisation."""
 
@@ -216,6 +291,9 @@ class OwnLoop(Sound):
     def begin(self, run):
         pass
 
+    def before_step(self, batch, world):
+        pass
+
     def rate(self, batch, taken):
         return 1.0
 
@@ -227,11 +305,66 @@ class OwnLoop(Sound):
             trainer = Trainer(run, stack.enter_context(StopSignals()), stack)
             for taken, batch in enumerate(trainer.steps()):
                 run.set_rate(self.rate(batch, taken))
+                self.before_step(batch, world)
                 report = train_step(
                     self.loss, run.model, run.optimizer, batch, world, scaler=run.scaler
                 )
                 trainer.took(report, batch)
             return trainer.finish()
+
+
+class Adversarial(OwnLoop):
+    """Nothing is wrong with it: a critic in float32, trained before the model in every step."""
+
+    settings_of_run = {"batch": {"batch_size": 4, "accumulate": 2}}
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.critic = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=1.0)
+
+    def build_model(self):
+        return super().build_model().float()
+
+    def collate(self, samples):
+        return {key: value.float() for key, value in super().collate(samples).items()}
+
+    def state(self):
+        return {
+            "critic": self.critic.state_dict(),
+            "optimizer": self.critic_optimizer.state_dict(),
+        }
+
+    def load_state(self, state):
+        self.critic.load_state_dict(state["critic"])
+        self.critic_optimizer.load_state_dict(state["optimizer"])
+
+    def begin(self, run):
+        self.model = bare(run.model)
+        self.replica = run.world.replicate(self.critic)
+
+    def critic_loss(self, critic, batch, context):
+        with torch.no_grad():
+            made = self.model(batch["x"])
+        real = nn.functional.softplus(-critic(batch["y"]))
+        fake = nn.functional.softplus(critic(made))
+        return (real + fake).mean()
+
+    def before_step(self, batch, world):
+        for _ in range(5):
+            train_step(self.critic_loss, self.replica, self.critic_optimizer, batch, world)
+
+    def loss(self, model, batch, context):
+        return nn.functional.softplus(-self.critic(model(batch["x"]))).mean()
+
+
+class MisweighedAdversarial(Adversarial):
+    """Divides the loss of its model by the number of ranks."""
+
+    def loss(self, model, batch, context):
+        return super().loss(model, batch, context) / context.world.size
 
 
 class RateSinceStart(OwnLoop):
@@ -256,6 +389,60 @@ class RankOrder(Sound):
 
     def order(self, data, seed):
         return Shuffled(len(data), rank())
+
+
+class SizeByWorld(Sound):
+    """Divides the batch size by the number of ranks, to keep the global batch."""
+
+    @property
+    def settings_of_run(self):
+        return {"batch": {"batch_size": 8 // int(os.environ.get("WORLD_SIZE", "1"))}}
+
+
+class TokenMean(Sound):
+    """Returns a mean over units, of which samples have different numbers."""
+
+    def loss(self, model, batch, context):
+        value, weight = self.error(model(batch["x"]), batch)
+        return value / weight
+
+
+class InBatch(Sound):
+    """Compares the samples of a micro-batch with each other: how it is cut is part of the loss."""
+
+    def loss(self, model, batch, context):
+        rows = model(batch["x"])
+        logits = rows @ batch["y"].T
+        return nn.functional.cross_entropy(logits, torch.arange(len(rows)))
+
+
+class Weighed(Sound):
+    """Adds two means with units of their own, rightly."""
+
+    def weights(self, batch, context):
+        return {"units": batch["units"].sum() + len(batch["units"]), "samples": len(batch["units"])}
+
+    def loss(self, model, batch, context):
+        output = model(batch["x"])
+        value, _ = self.error(output, batch)
+        return value / context.weights["units"] + output.abs().sum() / context.weights["samples"]
+
+
+class Fussy(Sound):
+    """Takes micro-batches of one size only."""
+
+    def loss(self, model, batch, context):
+        if len(batch["x"]) % 4:
+            raise ValueError("four samples, or none")
+        return super().loss(model, batch, context)
+
+
+class Noisy(Sound):
+    """Draws noise for each micro-batch, rightly."""
+
+    def loss(self, model, batch, context):
+        noise = torch.randn(batch["x"].shape, generator=context.generator("noise"))
+        return PartialLoss(*self.error(model(batch["x"] + noise), batch))
 
 
 class RankAugmentation(Sound):

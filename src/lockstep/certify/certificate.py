@@ -6,12 +6,22 @@ own: starting a run (the caller's `play`), comparing (`compare.py`), naming (`ve
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.certify.compare import Comparison, Life, compare, distance, read_lives
+from lockstep.certify.compare import (
+    Comparison,
+    Difference,
+    Life,
+    compare,
+    distance,
+    order_of,
+    read_lives,
+)
+from lockstep.certify.cut import UNITS, Cut
 from lockstep.certify.part import TRACE, Part
-from lockstep.certify.verdict import NAMES, TRY, Finding, find_cause
+from lockstep.certify.verdict import NAMES, TRY, Context, Finding, find_cause, name_cut
 from lockstep.errors import ConfigError, LaunchError
 
 Play = Callable[[str, Part, int], Path]
@@ -65,6 +75,7 @@ class Column:
             if stage == "parameters" and weights is not None:
                 spread = weights
             differs = any(d.stage == stage for found in comparisons for d in found.differences)
+            differs = differs or spread > CEILING
             column.cells[name] = (
                 "DIFFERS" if differs else f"rounding {spread:.0e}" if spread else "same bits"
             )
@@ -82,7 +93,8 @@ class Certificate:
     columns: list[Column] = field(default_factory=list)
     finding: Finding | None = None
     remarks: list[str] = field(default_factory=list)
-    tolerance: dict[str, float] = field(default_factory=dict)
+    rounding: "Rounding | None" = None
+    """What rounding explains, if that had to be measured."""
 
     @property
     def verdict(self) -> str:
@@ -99,7 +111,7 @@ class Certificate:
             "finding": self.finding.to_json() if self.finding else None,
             "compared": {column.title: column.compared for column in self.columns},
             "verdicts": {column.title: column.cells for column in self.columns},
-            "tolerance": self.tolerance,
+            "tolerance": self.rounding.to_json() if self.rounding else {},
             "remarks": self.remarks,
         }
 
@@ -110,20 +122,28 @@ def certify_resume(play: Play, steps: int, *, evaluates: bool = False) -> Certif
     certificate = Certificate("resume", steps)
     part = Part(steps, evaluates=evaluates)
     straight = _only(play("straight", part, 0), steps)
-    folder = play("interrupted", Part(steps, kills=True, evaluates=evaluates), 0)
+    try:
+        folder = play("interrupted", Part(steps, kills=True, evaluates=evaluates), 0)
+    except LaunchError:
+        # A run whose data are other ones at every start is refused when it resumes.
+        certificate.finding = find_cause(_compare_again(play, part, 0, straight), "twice")
+        if certificate.finding is None:
+            raise
+        return certificate
     lives = read_lives(folder / TRACE)
     if len(lives) < 2 or steps not in lives[-1].whole:
         raise LaunchError(
-            "the command was killed, and ended well without having got to its end",
-            "a run that trains on when it is started again",
+            "the command was killed, and then ended without an error before its last step",
+            "certify a command that resumes when it is started again",
         )
     first, last = lives[0], lives[-1]
     twice, resumed = compare(straight, first), compare(straight, last)
     certificate.columns = [Column.of("resumed", twice, resumed)]
     killed = max(first.steps)
     certificate.finding = find_cause(twice, "twice") or _began_anew(last, killed)
-    if certificate.finding is None and (found := find_cause(resumed, "resume")):
-        certificate.finding = _unless_never_the_same(play, part, 0, straight, found)
+    if certificate.finding is None and find_cause(resumed, "resume"):
+        again = _compare_again(play, part, 0, straight)
+        certificate.finding = _name(resumed, "resume", again)
     if certificate.finding is not None:
         return certificate
     certificate.remarks = _remarks(resumed)
@@ -142,7 +162,9 @@ def certify_parity(
     check_steps(steps, fewest=1)
     fewest, *more = sorted(set(gpus))
     if not more:
-        raise ConfigError(f"--gpus {fewest} is nothing to compare", f"--gpus {fewest},{2 * fewest}")
+        raise ConfigError(
+            f"--gpus {fewest} is nothing to compare", f"pass --gpus {fewest},{2 * fewest}"
+        )
     certificate = Certificate("parity", steps)
     part = Part(steps, most_ranks=more[-1], exact=exact)
     folder = play(_ranks(fewest), part, fewest)
@@ -151,22 +173,25 @@ def certify_parity(
     for num in more:
         other = play(_ranks(num), part, num)
         compared = compare(reference, _only(other, steps, num), bits=exact)
+        compared.judge(lambda one: CEILING)  # more than that is never rounding
         apart, name = (0.0, "") if exact else distance(folder / TRACE, other / TRACE, 0, steps)
-        certificate.columns.append(Column.of(_ranks(num), compared, weights=apart))
         worst = max(worst, apart)
-        found = find_cause(compared, "parity")
-        before = steps if found is None else found.step - 1
-        if any(one.step <= before for one in compared.measured) or (apart and not found):
-            allowed = certificate.tolerance or _tolerance(play, part, fewest, folder, reference)
-            certificate.tolerance = allowed
-            found = _beyond(compared, allowed, before) or found
-            if found is None and apart > allowed["weights"]:
-                found = _too_far(apart, name, allowed["weights"], steps)
-        if found is not None:
-            certificate.finding = _unless_never_the_same(play, part, fewest, reference, found)
+        if _needs_tolerance(compared) or (apart and not compared.hard):
+            if certificate.rounding is None:
+                certificate.rounding = _measure_rounding(play, part, fewest, folder, reference)
+            compared.judge(partial(certificate.rounding.allows, hints=compared.hints))
+        certificate.columns.append(Column.of(_ranks(num), compared, weights=apart))
+        far = None
+        if not compared.hard and certificate.rounding and apart > certificate.rounding.weights:
+            far = _too_far(apart, name, certificate.rounding.weights, steps)
+        if compared.hard or far:
+            again = _compare_again(play, part, fewest, reference)
+            certificate.finding = _name(compared, "parity", again) or far
             break
         certificate.remarks += _remarks(compared)
     certificate.remarks = list(dict.fromkeys(certificate.remarks))
+    if certificate.finding is None:
+        _add_cut(certificate, reference)
     if certificate.finding is None:
         certificate.proof = _parity_proof(certificate, reference, [fewest, *more], worst, exact)
     return certificate
@@ -175,8 +200,8 @@ def certify_parity(
 def check_steps(steps: int, fewest: int = FEWEST_STEPS) -> None:
     """Refuse a run that is too short to show anything."""
     if steps < fewest:
-        why = " (one to save, one to lose, one to go on with)" if fewest == FEWEST_STEPS else ""
-        raise ConfigError(f"--steps {steps} is too few{why}", f"--steps {max(fewest, 6)}")
+        why = " (one to save, one to lose, one to resume with)" if fewest == FEWEST_STEPS else ""
+        raise ConfigError(f"--steps {steps} is too few{why}", f"pass --steps {max(fewest, 6)}")
 
 
 def _only(folder: Path, steps: int, ranks: int = 0) -> Life:
@@ -185,19 +210,19 @@ def _only(folder: Path, steps: int, ranks: int = 0) -> Life:
     if not lives or not lives[-1].start:
         raise ConfigError(
             "the command ended well, and not one step of lockstep's was seen in it",
-            "a recipe, or a script around lockstep.fit or its Trainer; if it is one, PYTHONPATH "
-            "added to, not replaced",
+            "certify a recipe, or a script around lockstep.fit or its Trainer; if it is one, let "
+            "it add to PYTHONPATH instead of replacing it",
         )
     life = lives[-1]
     if ranks and life.size != ranks:
         raise ConfigError(
             f"{_ranks(ranks)} should have trained, and the command started {life.size}",
-            "the command of one process, such as python train.py; the ranks are started here",
+            "give the command of one process, such as python train.py: certify starts the ranks",
         )
     if steps not in life.whole:
         raise ConfigError(
             f"the run took {max(life.steps, default=0)} steps of {steps}",
-            f"--steps {max(life.steps, default=0)}",
+            f"pass --steps {max(life.steps, default=0)}",
         )
     return life
 
@@ -209,42 +234,100 @@ def _began_anew(last: Life, killed: int) -> Finding | None:
         "checkpoint",
         0,
         f"the run was killed after step {killed} and began again from nothing",
-        "a run that goes on from its checkpoint folder: fit(task, config), or prepare(...)",
+        "resume from the checkpoint folder: call fit(task, config), or prepare(...)",
     )
 
 
-def _unless_never_the_same(
-    play: Play, part: Part, ranks: int, straight: Life, found: Finding
-) -> Finding:
-    """Run it straight a second time: what differs even then has nothing to do with the rest."""
-    again = _only(play("again", part, ranks), part.steps)
-    return find_cause(compare(straight, again), "twice") or found
+def _compare_again(play: Play, part: Part, ranks: int, straight: Life) -> Comparison:
+    """Run it straight a second time, and compare."""
+    return compare(straight, _only(play("again", part, ranks), part.steps))
 
 
-def _tolerance(
+def _name(compared: Comparison, context: Context, again: Comparison) -> Finding | None:
+    """Name what differs first; what differs even between two equal runs is not the reason."""
+    noise = {name for hint in again.hints for name in hint.names}
+    return find_cause(again, "twice") or find_cause(compared.without(noise), context)
+
+
+def _needs_tolerance(compared: Comparison) -> bool:
+    """Say whether a number that rounding may have touched comes before the first difference."""
+    if not compared.hard:
+        return bool(compared.measured)
+    return any(order_of(one) < order_of(compared.hard[0]) for one in compared.measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What rounding may do to the numbers of a run, in parts of them."""
+
+    numbers: dict[str, float]
+    weights: float
+    same_weights: float
+    """For the loss of a micro-batch where the model's weights are the same bits, and so are those
+    of other networks that the task holds: 0, unless adding up in another order changed it too."""
+
+    def allows(self, one: Difference, hints: Sequence[Difference]) -> float:
+        """Return how far apart two numbers may be."""
+        if one.stage != "loss" or not one.same_weights or one.place is None:
+            return self.numbers[one.stage]
+        seen = {hint.stage for hint in hints if hint.step <= one.step}
+        if "task" in seen:
+            return self.numbers["loss"]
+        return 0.0 if seen - {"built"} else self.same_weights
+
+    def to_json(self) -> dict[str, float]:
+        """Return it as plain numbers."""
+        return {**self.numbers, "weights": self.weights}
+
+
+def _measure_rounding(
     play: Play, part: Part, ranks: int, folder: Path, reference: Life
-) -> dict[str, float]:
+) -> Rounding:
     """Measure what rounding does when the same step is added up in another order."""
     turned = Part(part.steps, part.most_ranks, reorders=True)
     other = play("reordered", turned, ranks)
     compared = compare(reference, _only(other, part.steps, ranks), bits=False)
     apart, _ = distance(folder / TRACE, other / TRACE, 0, part.steps)
-    measured = {name: compared.spread(name) for name in ("loss", "sums", "grad_norm")}
     plan = reference.plan
     reduced = plan["rounded"] or (plan["joint"] and plan["reduced"])
     floor = FLOOR_REDUCED if reduced else FLOOR
-    return {
-        name: min(max(MARGIN * value, floor), CEILING)
-        for name, value in (measured | {"weights": apart}).items()
-    }
+
+    def allowed(measured: float) -> float:
+        return min(max(MARGIN * measured, floor), CEILING)
+
+    at_same_weights = [
+        one.relative or 0.0
+        for one in compared.measured
+        if one.stage == "loss" and one.same_weights and one.place is not None
+    ]
+    return Rounding(
+        {name: allowed(compared.spread(name)) for name in ("loss", "sums", "grad_norm")},
+        allowed(apart),
+        allowed(max(at_same_weights)) if at_same_weights else 0.0,
+    )
 
 
-def _beyond(compared: Comparison, allowed: dict[str, float], last_step: int) -> Finding | None:
-    """Return the first number, up to a step, that rounding does not explain."""
-    for one in compared.measured:
-        if one.step <= last_step and (one.relative or 0.0) > allowed[one.stage]:
-            return find_cause(Comparison([*compared.hints, one]), "parity")
-    return None
+def _add_cut(certificate: Certificate, reference: Life) -> None:
+    """Add what came of cutting micro-batches in another way: a finding, a column or a remark."""
+    cut = Cut(**reference.cut) if reference.cut else Cut("that takes one rank: pass --gpus 1,2")
+    if cut.why_not:
+        certificate.remarks.append(
+            f"not shown: that the loss does not depend on how samples fall into micro-batches "
+            f"({cut.why_not})"
+        )
+        return
+    column = Column("another cut", compared={"loss": cut.num_groups})
+    column.cells["loss"] = f"rounding {cut.spread:.0e}" if cut.spread else "same bits"
+    if cut.reason == UNITS:
+        column.cells["loss"] = "DIFFERS"
+        certificate.finding = name_cut(cut, certificate.steps)
+    elif cut.reason:
+        column.cells["loss"] = "depends on it"
+        certificate.remarks.append(
+            f"{len(cut.ids)} samples have a loss of {cut.whole:.6g} in one micro-batch and of "
+            f"{cut.parts:.6g} in three: batch_size is part of what is learned"
+        )
+    certificate.columns.append(column)
 
 
 def _too_far(apart: float, name: str, allowed: float, steps: int) -> Finding:
@@ -257,8 +340,9 @@ def _too_far(apart: float, name: str, allowed: float, steps: int) -> Finding:
 
 
 def _remarks(compared: Comparison) -> list[str]:
-    """Say what differs and had no consequences; attributes may well, a clock's say."""
-    hints = [hint for hint in compared.hints if hint.stage != "attributes"]
+    """Say what differs and had no consequences; attributes and the task's own state often do."""
+    quiet = ("attributes", "task", "built")
+    hints = [hint for hint in compared.hints if hint.stage not in quiet]
     names = [name for hint in hints for name in hint.names]
     kinds = {"NumPy": "NumPy's global generator", "Python": "Python's global generator"}
     said = list(dict.fromkeys(kinds.get(name, name) for name in names))
@@ -279,7 +363,8 @@ def _parity_proof(
         return f"{many} give the same bits: {batch} in {plan['leaves_per_step']} micro-batches"
     if not worst:
         return f"{many} gave the same bits: {batch}"
+    allowed = certificate.rounding.weights if certificate.rounding else 0.0
     return (
         f"{many} are equal to rounding: {worst:.1e} of the way the weights came in {batch}; "
-        f"rounding explains up to {certificate.tolerance['weights']:.1e}"
+        f"rounding explains up to {allowed:.1e}"
     )

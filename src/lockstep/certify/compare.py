@@ -10,8 +10,8 @@ Numbers that rounding may touch are measured, not judged.
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,13 @@ Record = dict[str, Any]
 
 STATE = ("statistics", "buffers", "scaler", "optimizer", "parameters", "averages")
 """What a run carries from step to step, in the order in which a step changes it."""
-HINTS = ("rows", "volatile", "random", "attributes")
-"""What nothing saves, and samples as they were padded: it counts if something follows from it."""
+HINTS_OF_STATE = ("volatile", "random", "attributes", "task")
+"""What nothing saves, and what the task does."""
+HINTS = ("rows", "built", *HINTS_OF_STATE)
+"""The same, samples as they were padded, and what a data set holds before it is read: it counts if
+something follows from it."""
 STAGES = (
-    *("ids", "content", "apart", "inputs", "outputs", "loss", "sums", "statistics"),
+    *("batch", "ids", "content", "apart", "inputs", "outputs", "loss", "sums", "statistics"),
     *("buffers", "grad_norm", "rates", "scaler", "optimizer", "parameters", "averages"),
 )
 """The order of causes within a step. Ranks get apart by what one of them did to its weights; no
@@ -53,6 +56,8 @@ class Life:
     """What one process group did: from a start to an end, or to a kill."""
 
     start: dict[int, Record] = field(default_factory=dict)
+    cut: Record | None = None
+    """What came of cutting the last step's micro-batches in another way, if that was tried."""
     steps: dict[int, dict[int, Record]] = field(default_factory=dict)
     """By step, then by rank."""
 
@@ -94,6 +99,28 @@ class Comparison:
         """Note a difference."""
         self.differences.append(difference)
 
+    def sort(self) -> None:
+        """Bring differences into the order in which they came about."""
+        self.differences.sort(key=order_of)
+
+    def judge(self, allows: Callable[[Difference], float]) -> None:
+        """Make differences of those measured numbers that are farther off than is allowed."""
+        beyond = [one for one in self.measured if (one.relative or 0.0) > allows(one)]
+        self.measured = [one for one in self.measured if one not in beyond]
+        self.differences += beyond
+        self.sort()
+
+    def without(self, noise: Collection[str]) -> "Comparison":
+        """Return it without the hints of these names."""
+        kept = []
+        for one in self.differences:
+            names = tuple(name for name in one.names if name not in noise)
+            if one.stage not in HINTS or not one.names:
+                kept.append(one)
+            elif names:
+                kept.append(replace(one, names=names))
+        return replace(self, differences=kept)
+
     def spread(self, stage: str) -> float:
         """Return the largest relative difference that was measured."""
         return max((m.relative or 0.0 for m in self.measured if m.stage == stage), default=0.0)
@@ -120,6 +147,8 @@ def read_lives(folder: Path) -> list[Life]:
                 if number == len(lives):
                     lives.append(Life())
                 lives[number].start[record["rank"]] = record
+            elif record["event"] == "cut":
+                lives[number].cut = record["cut"]
             else:
                 lives[number].steps.setdefault(record["step"], {})[record["rank"]] = record
     return lives
@@ -142,9 +171,7 @@ def compare(a: Life, b: Life, *, bits: bool = True) -> Comparison:
     """
     found = Comparison()
     joint = bool(b.plan["joint"])
-    before, after = ([int(life.plan["num_samples"])] for life in (a, b))
-    if before != after:
-        found.add(Difference("ids", b.began_at, before=before, after=after, at_start=True))
+    _compare_plans(found, a, b, joint)
     _compare_states(found, a.after(b.began_at), b.start, b.began_at, STATE, at_start=True)
     if not bits:
         found.counts.clear()  # of what is compared only here, the table would claim too much
@@ -164,9 +191,26 @@ def compare(a: Life, b: Life, *, bits: bool = True) -> Comparison:
         same = mine.first["state"]["parameters"] == theirs.first["state"]["parameters"]
         is_same_so_far = is_same_so_far and same
         found.counts["parameters"] += 0 if bits else len(mine.first["state"]["parameters"])
-    order = {stage: number for number, stage in enumerate((*HINTS, *STAGES))}
-    found.differences.sort(key=lambda d: (d.step, not d.at_start, order[d.stage]))
+    found.sort()
     return found
+
+
+def order_of(difference: Difference) -> tuple[int, bool, int]:
+    """Return the place of a difference in the order of causes."""
+    stages = (*HINTS, *STAGES)
+    return difference.step, not difference.at_start, stages.index(difference.stage)
+
+
+def _compare_plans(found: Comparison, a: Life, b: Life, joint: bool) -> None:
+    """Compare the batches that the runs asked for, and what their data sets hold."""
+    sizes = ("global_batch",) if joint else ("batch_size", "global_batch")
+    for stage, names in (("batch", sizes), ("ids", ("num_samples",))):
+        before, after = ([int(life.plan[name]) for name in names] for life in (a, b))
+        if before != after:
+            found.add(Difference(stage, b.began_at, names, None, before, after, at_start=True))
+    mine, theirs = a.start[0]["data"], b.start[0]["data"]
+    if mine["repeats"] and theirs["repeats"] and mine["holds"] != theirs["holds"]:
+        found.add(Difference("built", b.began_at, ("the data set",), at_start=True))
 
 
 class _Step:
@@ -214,12 +258,16 @@ class _Stepwise:
             self._by_place(key)
 
     def compare_sums(self, joint: bool) -> None:
-        """Compare losses, gradient and rates."""
-        exactly = (self.bits or self.same) and not joint
+        """Compare losses, gradient and rates.
+
+        With the same weights losses are the same bits, unless something else was trained before:
+        another network of the task, say. So they are measured, too.
+        """
         for place in sorted(self.a.leaves.keys() & self.b.leaves.keys()) if not joint else ():
             leaf = self.a.leaves[place]
             seen = "outputs" if leaf["outputs"] else "batch"
-            self._numbers("loss", leaf["loss"], self.b.leaves[place]["loss"], exactly, place, seen)
+            theirs = self.b.leaves[place]["loss"]
+            self._numbers("loss", leaf["loss"], theirs, self.bits, place, seen)
         for name in sorted(self.a.first["loss"].keys() | self.b.first["loss"].keys()):
             mine, theirs = (side.first["loss"].get(name, []) for side in (self.a, self.b))
             self._numbers("loss" if joint else "sums", mine, theirs, self.bits, None, name)
@@ -292,7 +340,7 @@ def _compare_states(
     at_start: bool = False,
 ) -> None:
     """Compare what the first ranks carry on; generators follow the last leaf, on the last rank."""
-    for stage in (*kept, *HINTS[1:]):
+    for stage in (*kept, *HINTS_OF_STATE):
         ranks = (max(a), max(b)) if stage == "random" else (0, 0)
         mine, theirs = a[ranks[0]]["state"][stage], b[ranks[1]]["state"][stage]
         names = [n for n in sorted(mine.keys() | theirs.keys()) if mine.get(n) != theirs.get(n)]

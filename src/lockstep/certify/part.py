@@ -88,7 +88,7 @@ def one_batch(task: Any, config: Any, world_size: int, most_ranks: int) -> dict[
             raise ConfigError(
                 f"a batch of {total} cannot be shared out among {world_size} ranks, and its "
                 "samples meet",
-                f"--gpus with divisors of {total}",
+                f"pass --gpus with divisors of {total}",
             )
         size = total // world_size
     total = total or size * batch.accumulate * most_ranks
@@ -114,7 +114,7 @@ def only_within_a_run(module: ModuleType, is_in_run: Callable[[], bool], why: st
         if not is_in_run():
             raise ConfigError(
                 f"a loop around train_step alone {why}",
-                "the loop in docs/own_loop.md: prepare, and the trainer's steps and took",
+                "write the loop as in docs/own_loop.md: prepare, and the trainer's steps and took",
             )
         return train_step(*args, **named)
 
@@ -130,6 +130,8 @@ class Actor:
         self.kill_at = 0
         self.is_joint = False
         self.is_in_run = False
+        self.takes_own_steps = True
+        """Whether the loop calls `train_step` itself: then with which loss is not known here."""
         self.tracer: Any = None
 
     @property
@@ -182,7 +184,7 @@ class Actor:
         from lockstep.certify.trace import Tracer
 
         actor, kind = self, module.Trainer
-        steps, took = kind.steps, kind.took
+        steps, step, took = kind.steps, kind.step, kind.took
 
         def traced_steps(self: Any) -> Iterator[Any]:
             part = actor.part
@@ -193,12 +195,28 @@ class Actor:
                 actor.tracer.receive(given)
                 yield given
 
+        def traced_step(self: Any, batch: Any) -> None:
+            actor.takes_own_steps = False
+            step(self, batch)
+
         def traced_took(self: Any, report: Any, batch: Any) -> None:
             took(self, report, batch)
             actor.tracer.step(report, batch)
+            actor.maybe_cut(self.run, batch)
             actor.maybe_die(self)
 
-        kind.steps, kind.took = traced_steps, traced_took
+        kind.steps, kind.step, kind.took = traced_steps, traced_step, traced_took
+
+    def maybe_cut(self, run: Any, batch: Any) -> None:
+        """After the last step of parity on one rank, cut its micro-batches in another way."""
+        from lockstep.certify.cut import Cut, measure_cut
+
+        part = self.part
+        if not part.most_ranks or part.reorders or run.world.size > 1:
+            return
+        if run.progress.step == part.steps:
+            own = Cut("a custom loop takes its own steps")
+            self.tracer.write_cut(own if self.takes_own_steps else measure_cut(run, batch))
 
     def maybe_die(self, trainer: Any) -> None:
         """Be killed, once, after the step behind the first save; nothing is told, or flushed."""

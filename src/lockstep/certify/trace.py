@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.certify.cut import Cut
+from lockstep.data.fingerprint import take_print
 from lockstep.data.loader import StepBatch
 from lockstep.data.reader import MicroBatch
 from lockstep.parallel import bare
@@ -59,10 +61,25 @@ class Tracer:
         run = self.run
         plan: dict[str, Any] = {"joint": self.is_joint, "reduced": run.autocast is not None}
         plan["rounded"] = run.config.gradients.dtype is not None
-        for name in ("num_samples", "global_batch", "leaves_per_step", "steps_per_epoch"):
+        names = ("num_samples", "batch_size", "global_batch", "leaves_per_step", "steps_per_epoch")
+        for name in names:
             plan[name] = getattr(run.contract.plan, name)
-        self._write({"event": "start", "step": run.progress.step, "plan": plan})
+        said = {"event": "start", "step": run.progress.step, "plan": plan, "data": self._data()}
+        self._write(said)
         self._keep_values(run.progress.step)
+
+    def _data(self) -> dict[str, Any]:
+        """Return what the data set holds, on the first rank, and whether reading it repeats."""
+        run = self.run
+        if not run.world.is_first:
+            return {}
+        held = run.prints.get("training", {})
+        again = take_print(run.loader.dataset, run.config.seed, held)
+        return {"holds": hash_of(held), "repeats": bool(held) and held == again}
+
+    def write_cut(self, cut: Cut) -> None:
+        """Write down what came of cutting micro-batches in another way."""
+        self._write({"event": "cut", "step": self.run.progress.step, "cut": cut.to_json()})
 
     def receive(self, batch: StepBatch) -> None:
         """Look at a batch before the step can change it."""
@@ -163,6 +180,7 @@ def state_of(run: Run) -> dict[str, Hashes]:
         "scaler": _hashes(run.scaler.state_dict()) if run.scaler else {},
         "random": _random_states(run),
         "attributes": _attributes(run),
+        "task": _task_state(run),
     }
 
 
@@ -267,6 +285,30 @@ def _attributes(run: Run) -> Hashes:
         for name, value in vars(thing).items()
         if name not in own and (state := _plain_state(value)) is not None
     }
+
+
+def _task_state(run: Run) -> Hashes:
+    """Return what the task saves, and the weights of further networks that it holds."""
+    found = {f"state.{name}": hash_of(value) for name, value in _leaves_of(run.task.state())}
+    own = {id(tensor) for tensor in bare(run.model).state_dict(keep_vars=True).values()}
+    for attribute, module in vars(run.task).items():
+        if isinstance(module, nn.Module):
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                if id(tensor) not in own:
+                    found[f"{attribute}.{name}"] = hash_of(tensor)
+    return found
+
+
+def _leaves_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is in nested mappings and lists, by dotted names."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves_of(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(tree, list | tuple):
+        for number, value in enumerate(tree):
+            yield from _leaves_of(value, f"{name}.{number}" if name else str(number))
+    else:
+        yield name, tree
 
 
 def _kind(value: Any) -> str:

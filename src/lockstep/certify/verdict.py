@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from lockstep.certify.compare import Comparison, Difference
+from lockstep.certify.cut import Cut
 from lockstep.certify.trace import GENERATOR
 
 Context = Literal["twice", "resume", "parity"]
 
 NAMES = {
+    "batch": "batch size",
     "ids": "data",
     "content": "augmentation",
     "inputs": "RNG",
@@ -38,26 +40,39 @@ COMPUTED = ("inputs", "outputs", "loss", "sums", "grad_norm", "optimizer", "para
 KERNELS = "kernels"
 ROUNDING = 1e-5
 """A sum that is no farther off may have been added up in another order, and no more."""
+TASK_STATE = "task state"
+INITIALISATION = "initialisation"
 TRY = {
-    "data": "an order that is a function of (seed, epoch, position), as lockstep's own are",
-    "augmentation": "random numbers from torch, NumPy or random inside the data set: they are "
-    "seeded by (seed, epoch, sample); no clock, no rank, no generator of its own",
-    "RNG": "context.generator(NAME) for what the loss draws; torch's own functions inside the "
-    "model are seeded for every micro-batch",
-    "loss weighting": "PartialLoss(sum, weight): the sum over units and their number, not divided "
-    "by ranks or by anything counted on one rank; what the task remembers belongs in Task.state()",
-    "BatchNorm": "sync_batch_norm=true for several ranks; running statistics in state_dict()",
-    "buffers": "register_buffer(..., persistent=True) for whatever forward() changes",
-    "gradient reduction": "no detach() around a gather, and no part of the model outside it",
-    "learning rate": "a rate that is a function of the step; lockstep's rule adapts it to ranks",
-    "ranks apart": "weights that only the optimizer changes; what one rank alone decides must "
-    "be decided by all",
-    "scaler": "the run's own scaler (run.scaler): it is saved and restored",
-    "optimizer": "all that moves the weights in the optimizer's state, or in Task.state()",
-    "averages": "averages kept by lockstep (averages=[0.999]): they are saved",
-    "weights": "a model whose load_state_dict takes back what state_dict gave",
-    KERNELS: "torch.use_deterministic_algorithms(True), and no random numbers outside torch's "
-    "own generators",
+    "batch size": "pass the same batch_size for every number of ranks (it is per GPU); to keep the "
+    "samples of a step, pass global_batch_size",
+    "data": "make the order a function of (seed, epoch, position), as lockstep's own orders are",
+    "augmentation": "draw random numbers in __getitem__ from torch, NumPy or random, which are "
+    "seeded by (seed, epoch, sample) before each read; do not use the clock, the rank or a "
+    "generator of your own there",
+    INITIALISATION: "seed what the script draws while it builds data and model, for example with "
+    "np.random.default_rng(0); lockstep seeds the generators before build_model and before each "
+    "sample is read, not before",
+    "RNG": "draw random numbers for the loss from context.generator(NAME); inside the model use "
+    "torch's own functions, which are seeded for every micro-batch",
+    TASK_STATE: "return it from Task.state() and restore it in Task.load_state(), or compute it "
+    "from context.step and context.place, which resumes and ranks do not change",
+    "loss weighting": "return PartialLoss(sum, weight): the sum over units and the number of "
+    "units; do not divide by the number of ranks or by anything counted on one rank",
+    "BatchNorm": "set sync_batch_norm=true for several ranks; keep running statistics in "
+    "state_dict()",
+    "buffers": "call register_buffer(..., persistent=True) for whatever forward() changes",
+    "gradient reduction": "remove detach() around a gather, and keep every trained part inside the "
+    "model",
+    "learning rate": "make the rate a function of the step, and leave its scaling with the number "
+    "of ranks to lr_scaling",
+    "ranks apart": "let only the optimizer change weights, and decide on all ranks together what "
+    "one rank decides alone now",
+    "scaler": "use the run's own scaler (run.scaler), which is saved and restored",
+    "optimizer": "keep all that moves the weights in the optimizer's state, or in Task.state()",
+    "averages": "let lockstep keep the averages (averages=[0.999]): it saves them",
+    "weights": "make load_state_dict restore what state_dict returned",
+    KERNELS: "call torch.use_deterministic_algorithms(True), and draw random numbers only from "
+    "torch's own generators",
 }
 
 
@@ -88,12 +103,27 @@ def find_cause(compared: Comparison, context: Context) -> Finding | None:
     return Finding(cause, first.step, says, TRY[cause], first.place, first.names)
 
 
+def name_cut(cut: Cut, steps: int) -> Finding:
+    """Name a loss that is a mean over units of which samples have different numbers."""
+    says = (
+        f"step {steps}: samples {_some(cut.ids)} have a loss of {cut.whole:.6g} in one micro-batch "
+        f"and of {cut.parts:.6g} in three: the loss is a mean over units that differ between "
+        f"samples (up to {cut.ratio:.3g} times as many)"
+    )
+    names = tuple(str(sample) for sample in cut.ids)
+    return Finding("loss weighting", steps, says, TRY["loss weighting"], names=names)
+
+
 def _cause(first: Difference, hints: list[Difference], context: Context) -> tuple[str, str]:
     """Name a difference, and say what hints at it."""
     name = NAMES[first.stage]
-    if first.at_start and first.stage == "parameters":
-        return "weights", ""
-    if first.at_start or first.stage not in COMPUTED:
+    if first.at_start:
+        if first.step == 0 and first.stage not in ("batch", "ids"):
+            return INITIALISATION, ", though nothing was restored"
+        return ("weights" if first.stage == "parameters" else name), ""
+    if first.stage == "content" and any(hint.stage == "built" for hint in hints):
+        return INITIALISATION, "; the data set itself differs at every start, not how it is read"
+    if first.stage not in COMPUTED:
         return name, ""
     if first.stage == "loss" and not first.same_weights:
         return "optimizer", "; losses, gradients and rates were the same until then"
@@ -102,21 +132,52 @@ def _cause(first: Difference, hints: list[Difference], context: Context) -> tupl
     volatile = [name for hint in hints if hint.stage == "volatile" for name in hint.names]
     if volatile and first.stage != "inputs":
         return "buffers", f"; {_list(volatile)} is not in state_dict(), and differs"
+    if first.stage in ("inputs", "outputs", "loss"):
+        return _cause_of_pass(first, hints, context)
+    own, _ = _attributes(hints)
+    suspect = f"; {_list(own)} differs, and is not saved" if own else ""
+    return (KERNELS if context == "twice" else name), suspect
+
+
+def _cause_of_pass(first: Difference, hints: list[Difference], context: Context) -> tuple[str, str]:
+    """Name a difference in what went into the model, what it returned, or the loss of that."""
     states = {name for hint in hints if hint.stage == "random" for name in hint.names}
-    if states and first.stage in ("inputs", "outputs", "loss"):
+    if states:
         return "RNG", f"; {_list(sorted(states))}'s global generator is elsewhere"
     own, generators = _attributes(hints)
-    if generators and first.stage in ("inputs", "outputs", "loss"):
+    if generators:
         return "RNG", f"; {_list(generators)} is elsewhere, and nothing saves it"
     suspect = f"; {_list(own)} differs, and is not saved" if own else ""
-    if context == "twice" and first.stage != "inputs":
-        return KERNELS, suspect
+    if context == "twice":
+        built = [n for hint in hints if _is_initial(hint) for n in hint.names]
+        if built:
+            return INITIALISATION, f"; {_list(built)} differs from the start"
+        return ("RNG" if first.stage == "inputs" else KERNELS), suspect
     modules = [name for name in own if name.startswith("model.")]
     if modules and first.stage == "outputs":
         return "buffers", suspect
+    lost = [n for hint in hints if hint.stage == "task" and hint.at_start for n in hint.names]
+    if lost and context == "resume":
+        return TASK_STATE, f"; {_list(lost)} of the task is not what it was"
+    task = [name for name in own if name.startswith("task.")]
+    if task:
+        return TASK_STATE, f"; {_list(task)} differs" + _unsaved(context)
+    if context == "resume":
+        # Generators are as they were, and torch's is seeded for every micro-batch.
+        if first.stage == "outputs":
+            return "buffers", "; the model remembers something that state_dict() does not hold"
+        return TASK_STATE, "; the loss depends on something that no checkpoint holds"
     if first.stage == "loss" and not _is_weighting(first):
         return "RNG", suspect
-    return name, suspect
+    return NAMES[first.stage], suspect
+
+
+def _is_initial(hint: Difference) -> bool:
+    return hint.stage in ("attributes", "task") and hint.at_start and hint.step == 0
+
+
+def _unsaved(context: Context) -> str:
+    return ", and is not saved" if context == "resume" else " with the number of ranks"
 
 
 def _is_weighting(first: Difference) -> bool:
@@ -140,7 +201,7 @@ def _attributes(hints: list[Difference]) -> tuple[list[str], list[str]]:
 
 def _where(first: Difference) -> str:
     if first.at_start:
-        return f"after going on from step {first.step}" if first.step else "at the start"
+        return f"after resuming from step {first.step}" if first.step else "at the start"
     return f"step {first.step}" + (
         f", micro-batch {first.place}" if first.place is not None else ""
     )
@@ -149,6 +210,8 @@ def _where(first: Difference) -> str:
 def _what(first: Difference, context: Context) -> str:
     """Say what differs, with the numbers."""
     match first.stage:
+        case "batch":
+            return _about_batch(first)
         case "ids" if first.at_start:
             return f"{first.after[0]} training samples instead of {first.before[0]}"
         case "ids":
@@ -177,11 +240,20 @@ def _what(first: Difference, context: Context) -> str:
             return f"learning rate {_some(first.after)} instead of {_some(first.before)}"
         case "apart":
             return f"rank {first.after} has another {_list(first.names)} than rank 0"
-    if first.at_start:
+    if first.at_start and first.step:
         return f"{_list(first.names)} is not what it was"
+    if first.at_start:
+        return f"{_list(first.names)} differs"
     if first.stage == "parameters":
         return f"the same gradient, and another {_list(first.names)}"
     return f"{_list(first.names)} differs, and all before it is the same"
+
+
+def _about_batch(first: Difference) -> str:
+    said = {"batch_size": "in a micro-batch", "global_batch": "in a step"}
+    sizes = zip(first.names, first.before, first.after, strict=True)
+    changes = [f"{new} samples {said[n]} instead of {old}" for n, old, new in sizes if old != new]
+    return ", ".join(changes)
 
 
 def _only(first: Difference) -> str:

@@ -53,7 +53,7 @@ class Player:
             if (stage / TRACE).exists():
                 steps = f"it took fewer than {part.save_at + 1} steps"
             raise ConfigError(
-                f"the command ended before it could be killed: {steps}", "certify with more steps"
+                f"the command ended before it could be killed: {steps}", "pass more --steps"
             )
         self.tell(name, time.monotonic() - began)
         return stage
@@ -129,7 +129,7 @@ class Player:
         where = f" at {told.place}" if told.place else ""
         return LaunchError(
             f"the command did not get through ({name}: {ended}): {error}{where}",
-            f"{advice[1] if advice else 'the command by itself'}; "
+            f"{advice[1] if advice else 'run the command by itself'}; "
             f"all it printed is in {act.output}",
         )
 
@@ -148,7 +148,9 @@ def certify(
 ) -> int:
     """Certify a command, print the certificate, and return the exit code."""
     if not words:
-        raise ConfigError("there is no command", f"lockstep certify {kind} -- python train.py")
+        raise ConfigError(
+            "there is no command", f"add one: lockstep certify {kind} -- python train.py"
+        )
     sizes = read_sizes(gpus) if kind == "parity" else []
 
     def tell(name: str, seconds: float) -> None:
@@ -197,14 +199,20 @@ def read_sizes(gpus: str) -> list[int]:
 def lines_of(certificate: Certificate, folder: str | None) -> list[str]:
     """Lay a certificate out as a table."""
     columns = certificate.columns
+    if not columns:
+        return _end_of(certificate, folder)
     rows = list(dict.fromkeys(name for column in columns for name in column.cells))
     lines = ["", "  " + f"{'':<15}{'compared':>9}  " + "  ".join(f"{c.title:<15}" for c in columns)]
     for name in rows:
         num = sum(column.compared.get(name, 0) for column in columns)
         cells = "  ".join(f"{column.cells.get(name, '-'):<15}" for column in columns)
         lines.append(f"  {name:<15}{num:>9}  {cells}")
-    lines = [line.rstrip() for line in lines] + [""]
-    lines += [f"remark: {remark}" for remark in certificate.remarks]
+    return [*(line.rstrip() for line in lines), *_end_of(certificate, folder)]
+
+
+def _end_of(certificate: Certificate, folder: str | None) -> list[str]:
+    """Return the remarks and the verdict."""
+    lines = ["", *(f"remark: {remark}" for remark in certificate.remarks)]
     if certificate.finding is None:
         return [*lines, f"certified: {certificate.proof}"]
     finding = certificate.finding

@@ -1,0 +1,206 @@
+"""The same samples in one micro-batch and in three: does the loss depend on how they are cut?
+
+Owns: computing both in the process that trains, once its last step is done. Does not own: what a
+difference is called (`verdict.py`).
+
+Every number of ranks takes the same micro-batches, so runs alone cannot show a loss that is a mean
+over units (tokens, pixels) of which samples have different numbers: it is the same mean everywhere,
+and not that of the global batch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.feed import to_device
+from lockstep.data.loader import StepBatch
+from lockstep.data.order import Leaf
+from lockstep.data.reader import MicroBatch, is_stream
+from lockstep.parallel import bare
+from lockstep.progress import as_partial
+from lockstep.randomness import derive_seed, set_all, untouched
+from lockstep.setup import Run
+from lockstep.task import Context
+
+MOST_GROUPS = 4
+"""Groups of samples that are looked at in a step."""
+TOLERANCE = 1e-4
+"""How far apart two losses may be, in parts of the larger: a matrix product of another shape may
+add up in another order."""
+CONSISTENT = 0.005
+"""How well the numbers of units that three pairs of blocks imply must fit together."""
+UNITS = "units"
+"""The loss is a mean over units of which samples have different numbers."""
+COUPLED = "coupled"
+"""The loss of a sample depends on the others in its micro-batch."""
+UNCLEAR = "unclear"
+"""The losses of these samples are too similar to tell."""
+
+Blocks = tuple[int, ...]
+"""Which of the three blocks of a group are in a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What came of it."""
+
+    why_not: str = ""
+    """Why it was not compared, if it was not."""
+    num_groups: int = 0
+    spread: float = 0.0
+    """The largest relative difference."""
+    reason: str = ""
+    """Why the loss depends on the cut, if it does."""
+    ids: tuple[int, ...] = ()
+    """The samples that showed it."""
+    whole: float = 0.0
+    parts: float = 0.0
+    ratio: float = 0.0
+    """How many times as many units one of the three micro-batches has as another."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+def measure_cut(run: Run, batch: StepBatch) -> Cut:
+    """Compute the loss of some samples of a step, as one micro-batch and as three.
+
+    The model is in evaluation mode meanwhile, so that neither dropout nor batch normalisation
+    matter. Changes nothing that is compared if called after the last step; for one rank.
+    """
+    if run.task.gathers:
+        return Cut("its loss compares samples")
+    if is_stream(run.loader.dataset):
+        return Cut("the training data are a stream")
+    ids = [int(sample) for micro in batch.micro_batches for sample in micro.ids]
+    size = min(max(1, run.contract.plan.leaf_size // 3), len(ids) // 3)
+    if not size:
+        return Cut(f"a step has {len(ids)} samples")
+    starts = range(0, len(ids) - 3 * size + 1, 3 * size)[:MOST_GROUPS]
+    found = []
+    try:
+        with _evaluating(bare(run.model)), untouched():
+            for start in starts:
+                group = _Group(run, batch, ids[start : start + 3 * size], size)
+                if group.draws():
+                    return Cut("it draws random numbers")
+                found.append(group.compare())
+    except Exception as error:  # whatever a user's loss may raise on fewer samples
+        return Cut(f"the loss of fewer samples fails: {type(error).__name__}: {error}")
+    # Samples that are compared with each other may look like a mean over units once, by accident.
+    for reason in (COUPLED, UNITS, UNCLEAR, ""):
+        if of_it := [one for one in found if one.reason == reason]:
+            worst = max(of_it, key=lambda one: one.spread)
+            return replace(worst, num_groups=len(found))
+    raise AssertionError("a step with three samples has a group")
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+class _Group:
+    """A few samples, to be computed in different micro-batches."""
+
+    def __init__(self, run: Run, batch: StepBatch, ids: Sequence[int], size: int) -> None:
+        self.run = run
+        self.batch = batch
+        self.ids = tuple(ids)
+        self.size = size
+        self.samples = []
+        for sample in ids:
+            set_all(derive_seed(run.config.seed, "cut", sample))
+            self.samples.append(run.loader.dataset[sample])
+        data = self._collated((0, 1, 2), seed=0)
+        self.totals: Mapping[str, Tensor] = {
+            name: torch.as_tensor(num, device=run.world.device)
+            for name, num in run.task.weights(data, self._context()).items()
+        }
+
+    def draws(self) -> bool:
+        """Say whether the loss is another one with other random numbers."""
+        return self.sums((0, 1, 2), seed=1) != self.sums((0, 1, 2), seed=2)
+
+    def compare(self) -> Cut:
+        """Return the loss of the whole and of the three blocks."""
+        whole = self.mean((0, 1, 2))
+        blocks = [self.sums((block,)) for block in range(3)]
+        total, weight = (sum(numbers) for numbers in zip(*blocks, strict=True))
+        parts = total if self.totals else total / weight
+        means = [value if self.totals else value / num for value, num in blocks]
+        scale = max(abs(whole), abs(parts), sum(map(abs, means)) / 3) or 1.0
+        spread = abs(whole - parts) / scale
+        if not spread > TOLERANCE:
+            return Cut(spread=spread)
+        ratio = 0.0 if self.totals else self._ratio_of_units(means, whole, scale)
+        reason = UNCLEAR if ratio is None else UNITS if ratio else COUPLED
+        return Cut("", 0, spread, reason, self.ids, whole, parts, ratio or 0.0)
+
+    def _ratio_of_units(self, means: list[float], whole: float, scale: float) -> float | None:
+        """Return how many times as many units one block has as another.
+
+        If losses are means over units, the mean of two blocks together says how many more of them
+        one has. Three pairs must agree, and foretell the mean of all three; samples that are
+        compared with each other do not obey: 0. None if the means are too similar to tell.
+        """
+        found = []
+        for first, second in ((0, 1), (1, 2), (0, 2)):
+            both = self.mean((first, second))
+            if abs(means[second] - means[first]) < 0.01 * scale:
+                return None
+            if both == means[second]:
+                return 0.0
+            found.append((both - means[first]) / (means[second] - both))
+        one, other, direct = found
+        if min(found) <= 0 or abs(one * other / direct - 1) > CONSISTENT:
+            return 0.0
+        units = [1.0, one, direct]
+        foretold = sum(n * mean for n, mean in zip(units, means, strict=True)) / sum(units)
+        if abs(foretold - whole) > CONSISTENT * scale:
+            return 0.0
+        return max(units) / min(units)
+
+    def mean(self, blocks: Blocks) -> float:
+        """Return the loss of blocks in one micro-batch, as the step would report it."""
+        total, weight = self.sums(blocks)
+        return total if self.totals else total / weight
+
+    def sums(self, blocks: Blocks, seed: int = 0) -> tuple[float, float]:
+        """Return the summed loss of blocks in one micro-batch, and its weight."""
+        data = self._collated(blocks, seed)
+        leaf = Leaf(self.batch.epoch, seed, 0, len(blocks) * self.size)
+        ids = self.batch.micro_batches[0].ids[:1].repeat(len(blocks) * self.size)
+        set_all(derive_seed(self.run.config.seed, "cut", seed))
+        result = self.run.task.loss(bare(self.run.model), data, self._context(seed))
+        partial = as_partial(result, MicroBatch(leaf, ids, data), bool(self.totals))
+        return float(partial.loss_sum.detach()), float(partial.weight)
+
+    def _collated(self, blocks: Blocks, seed: int) -> Any:
+        set_all(derive_seed(self.run.config.seed, "cut", seed))
+        numbers = [n for block in blocks for n in range(block * self.size, (block + 1) * self.size)]
+        collated = self.run.task.collate([self.samples[n] for n in numbers])
+        return to_device(collated, self.run.world.device)
+
+    def _context(self, place: int = 0) -> Context:
+        run = self.run
+        weights = getattr(self, "totals", {})
+        return Context(
+            run.world,
+            run.config.seed,
+            self.batch.step,
+            place,
+            weights=weights,
+            exact=run.config.exact,
+        )
