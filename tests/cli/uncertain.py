@@ -79,7 +79,7 @@ class ClockAugmentation(Sound):
 
 
 class GlobalNumpy(Sound):
-    """Draws in the loss from NumPy's global generator, which nothing saves."""
+    """Draws in the loss from NumPy's global generator, which is seeded for each micro-batch."""
 
     def loss(self, model, batch, context):
         value, weight = self.error(model(batch["x"]), batch)
@@ -446,10 +446,10 @@ class Noisy(Sound):
 
 
 class RankAugmentation(Sound):
-    """Augments by rank."""
+    """Augments by rank, while samples become a batch."""
 
-    def train_data(self):
-        return [{**s, "x": s["x"] + 0.01 * rank()} for s in super().train_data()]
+    def collate(self, samples):
+        return super().collate([{**s, "x": s["x"] + 0.01 * rank()} for s in samples])
 
 
 class RankNoise(Sound):
@@ -557,8 +557,8 @@ class RoundedAndDetached(DetachedGather):
 class ShakenGather(Gathering):
     """Augments by rank, where samples of all ranks meet."""
 
-    def train_data(self):
-        return [{**s, "x": s["x"] + 0.01 * rank()} for s in super().train_data()]
+    def collate(self, samples):
+        return super().collate([{**s, "x": s["x"] + 0.01 * rank()} for s in samples])
 
 
 class FewerForMore(Sound):
