@@ -24,13 +24,14 @@ from lockstep.certify.certificate import Certificate, certify_parity, certify_re
 from lockstep.certify.compare import compare, read_lives, relative
 from lockstep.certify.part import KILLED, Actor, Part
 from lockstep.certify.trace import hash_of
-from lockstep.certify.verdict import TRY, find_cause
+from lockstep.certify.verdict import TRY, Finding, find_cause
 from lockstep.cli.certify import certify, lines_of
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.testing import run_ranks
 
 BIN = Path(sys.executable).parent
 SCRIPT = Path(__file__).with_name("uncertain.py")
+DOCS = Path(__file__).parents[2] / "docs" / "certify.md"
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -130,7 +131,6 @@ ON_OTHER_RANKS = {
         "at the start: 4 samples in a micro-batch instead of 8, 8 samples",
     ),
     "UnseededData": ("initialisation", "the data set itself differs at every start, not how it is"),
-    "UnsavedCount": ("task state", "task.seen differs with the number of ranks"),
     "FewerForMore": ("data", "at the start: 24 training samples instead of 48"),
     "RankNoise": ("RNG", "step 1, micro-batch 1: the same batch, and the model was given"),
     "RankDropout": ("RNG", "step 1, micro-batch 1: the same inputs and weights"),
@@ -145,6 +145,15 @@ ON_OTHER_RANKS = {
 }
 
 
+IN_THE_DOCS = ("UnsavedCount", "UnseededData", "UnseededModel", "SizeByWorld", "TokenMean")
+
+
+def check_docs(defect: str, finding: Finding) -> None:
+    """See that docs/certify.md quotes the verdict as it is."""
+    said = f"differs first: {finding.cause}\n      {finding.says}\n      try: {finding.remedy}\n"
+    assert defect not in IN_THE_DOCS or said in DOCS.read_text()
+
+
 @pytest.mark.parametrize("defect", AFTER_A_RESUME)
 def test_a_defect_after_a_resume_is_called_by_its_name(defect: str, tmp_path: Path) -> None:
     cause, said = AFTER_A_RESUME[defect]
@@ -154,6 +163,7 @@ def test_a_defect_after_a_resume_is_called_by_its_name(defect: str, tmp_path: Pa
     assert finding.cause == cause, finding
     assert said in finding.says
     assert certificate.verdict == "differs"
+    check_docs(defect, finding)
 
 
 @pytest.mark.parametrize("defect", ON_OTHER_RANKS)
@@ -165,6 +175,14 @@ def test_a_defect_on_other_ranks_is_called_by_its_name(defect: str, tmp_path: Pa
     assert finding.cause == cause, finding
     assert said in finding.says
     assert played[-1] == "again", "it was made sure that the first run repeats"
+    check_docs(defect, finding)
+
+
+def test_a_count_of_calls_differs_with_the_number_of_ranks(tmp_path: Path) -> None:
+    certificate, _ = prove_parity("UnsavedCount", tmp_path)
+    assert certificate.finding is not None
+    assert certificate.finding.cause == "task state"
+    assert "task.seen differs with the number of ranks" in certificate.finding.says
 
 
 def test_every_remedy_is_an_imperative() -> None:
@@ -203,6 +221,7 @@ def test_a_mean_over_units_that_samples_have_different_numbers_of_is_named(tmp_p
     assert finding.cause == "loss weighting"
     assert "the loss is a mean over units that differ between samples (up to " in finding.says
     assert finding.remedy.startswith("return PartialLoss(sum, weight): the sum over units")
+    check_docs("TokenMean", finding)
     first, cut = certificate.columns
     assert set(first.cells.values()) == {"same bits"}, "which is all that ranks can show"
     assert (cut.title, cut.cells) == ("another cut", {"loss": "DIFFERS"})

@@ -31,8 +31,8 @@ MOST_GROUPS = 4
 TOLERANCE = 1e-4
 """How far apart two losses may be, in parts of the larger: a matrix product of another shape may
 add up in another order."""
-CONSISTENT = 0.005
-"""How well the numbers of units that three pairs of blocks imply must fit together."""
+SIMILAR = 0.01
+"""Losses that are no farther apart than this say nothing of how many units they are means over."""
 UNITS = "units"
 """The loss is a mean over units of which samples have different numbers."""
 COUPLED = "coupled"
@@ -142,7 +142,7 @@ class _Group:
         means = [value if self.totals else value / num for value, num in blocks]
         scale = max(abs(whole), abs(parts), sum(map(abs, means)) / 3) or 1.0
         spread = abs(whole - parts) / scale
-        if not spread > TOLERANCE:
+        if not spread > max(TOLERANCE, 4 * self.precision):
             return Cut(spread=spread)
         ratio = 0.0 if self.totals else self._ratio_of_units(means, whole, scale)
         reason = UNCLEAR if ratio is None else UNITS if ratio else COUPLED
@@ -155,22 +155,34 @@ class _Group:
         one has. Three pairs must agree, and foretell the mean of all three; samples that are
         compared with each other do not obey: 0. None if the means are too similar to tell.
         """
+        pairs = ((0, 1), (1, 2), (0, 2))
+        closest = min(abs(means[second] - means[first]) for first, second in pairs)
+        if closest < SIMILAR * scale:
+            return None
         found = []
-        for first, second in ((0, 1), (1, 2), (0, 2)):
+        for first, second in pairs:
             both = self.mean((first, second))
-            if abs(means[second] - means[first]) < 0.01 * scale:
-                return None
             if both == means[second]:
                 return 0.0
             found.append((both - means[first]) / (means[second] - both))
         one, other, direct = found
-        if min(found) <= 0 or abs(one * other / direct - 1) > CONSISTENT:
+        rounding = min(200 * self.precision * scale / closest, 0.005)
+        if min(found) <= 0 or abs(one * other / direct - 1) > rounding:
             return 0.0
         units = [1.0, one, direct]
         foretold = sum(n * mean for n, mean in zip(units, means, strict=True)) / sum(units)
-        if abs(foretold - whole) > CONSISTENT * scale:
+        if abs(foretold - whole) > rounding * scale:
             return 0.0
         return max(units) / min(units)
+
+    @property
+    def precision(self) -> float:
+        """Return the relative rounding of one operation."""
+        kinds = {p.dtype for p in self.run.model.parameters() if p.is_floating_point()}
+        eps = [torch.finfo(kind).eps for kind in kinds]
+        if self.run.world.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+            eps.append(2.0**-10)
+        return max(eps, default=torch.finfo(torch.float32).eps)
 
     def mean(self, blocks: Blocks) -> float:
         """Return the loss of blocks in one micro-batch, as the step would report it."""

@@ -49,9 +49,9 @@ TRY = {
     "augmentation": "draw random numbers in __getitem__ from torch, NumPy or random, which are "
     "seeded by (seed, epoch, sample) before each read; do not use the clock, the rank or a "
     "generator of your own there",
-    INITIALISATION: "seed what the script draws while it builds data and model, for example with "
-    "np.random.default_rng(0); lockstep seeds the generators before build_model and before each "
-    "sample is read, not before",
+    INITIALISATION: "seed what the script draws while it builds data or model, for example with "
+    "np.random.default_rng(0): lockstep seeds the generators only for build_model and for each "
+    "sample it reads",
     "RNG": "draw random numbers for the loss from context.generator(NAME); inside the model use "
     "torch's own functions, which are seeded for every micro-batch",
     TASK_STATE: "return it from Task.state() and restore it in Task.load_state(), or compute it "
