@@ -79,18 +79,39 @@ def test_the_first_signal_decides_the_exit_code() -> None:
         assert signals.exit_code == 138
 
 
-def test_a_second_signal_after_the_echo_leaves_at_once() -> None:
-    def insist() -> None:
-        with StopSignals() as signals:
-            os.kill(os.getpid(), signal.SIGINT)
-            wait_until(lambda: signals.requested is not None)
-            signals._requested_at -= 1.5 * ECHO_S
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
+def signal_in_turn(*numbers: signal.Signals, unsaved: str) -> None:
+    """Get signals, each later than the echo of the one before; return if none of them ends us."""
+    with StopSignals() as signals:
+        signals.unsaved = lambda: unsaved
+        for number in numbers:
+            before = signals._requested_at = signals._requested_at - 1.5 * ECHO_S
+            os.kill(os.getpid(), number)
+            deadline = time.monotonic() + 5
+            while signals._requested_at == before and time.monotonic() < deadline:
+                time.sleep(0.001)
+        os._exit(7)
 
-    began = time.monotonic()
-    assert exit_code_of(insist) == 143
-    assert time.monotonic() - began < 2
+
+@pytest.mark.parametrize(
+    ("unsaved", "code"), [("the steps since checkpoint step 3 will be repeated", 5), ("", 130)]
+)
+def test_a_second_signal_after_the_echo_leaves_at_once_and_says_what_is_lost(
+    unsaved: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first signal decides the exit code, unless steps are lost."""
+    assert (
+        exit_code_of(lambda: signal_in_turn(signal.SIGINT, signal.SIGTERM, unsaved=unsaved)) == code
+    )
+    said = f"lockstep: stopped by SIGTERM without saving: {unsaved}\n" if unsaved else ""
+    assert capfd.readouterr().err == said
+
+
+def test_the_signal_after_slurms_warning_leaves_its_grace_to_the_save() -> None:
+    """SLURM sends SIGUSR1 before the time limit, SIGTERM at it, and SIGKILL after KillWait."""
+    warning, limit = signal.SIGUSR1, signal.SIGTERM
+    assert exit_code_of(lambda: signal_in_turn(warning, limit, unsaved="all")) == 7
+    assert exit_code_of(lambda: signal_in_turn(warning, limit, limit, unsaved="all")) == 5
+    assert exit_code_of(lambda: signal_in_turn(warning, warning, unsaved="all")) == 5
 
 
 def test_the_planted_fault_an_echo_does_not_leave() -> None:

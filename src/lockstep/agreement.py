@@ -16,6 +16,7 @@ from lockstep import errors
 from lockstep.data.contents import contents_of, same_contents
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime import World
+from lockstep.signals import StopRequested
 
 T = TypeVar("T")
 
@@ -29,13 +30,36 @@ RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 def together(world: World, action: Callable[[], T]) -> T:
     """Do `action` on every rank; if it fails on one, fail on all in its words. Collective."""
+    problem = None
     try:
-        result, problem = action(), None
+        result = action()
     except LockstepError as error:
+        if error.is_shared:  # the other ranks raise it too: they do not vote here
+            raise
         problem = error
-    if world.all_max(int(problem is not None))[0]:
-        raise_together(world, problem)
+    agree_to_continue(world, problem)
     return result
+
+
+def agree_to_continue(world: World, problem: LockstepError | None = None, stop: int = 0) -> None:
+    """Raise on every rank what one of them met: an error, or a request to stop. Collective.
+
+    `together` ends with this vote, so an action may hold further votes of this kind: a rank whose
+    action fails meets the next vote of the others, and all of them leave with its error.
+
+    Args:
+        problem: This rank's error.
+        stop: The exit code of this rank's stop signal, or 0.
+
+    Raises:
+        LockstepError: a rank had a problem.
+        StopRequested: none had, and a rank was asked to stop.
+    """
+    stop, failed = world.all_max(stop, int(problem is not None))
+    if failed:
+        raise_together(world, problem)
+    if stop:
+        raise StopRequested(stop)
 
 
 def raise_together(world: World, problem: LockstepError | None) -> NoReturn:

@@ -6,7 +6,7 @@ own: what is measured; the task says so.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.agreement import together
+from lockstep.agreement import agree_to_continue, together
 from lockstep.data.held_out import read_held_out
 from lockstep.data.loader import LoaderConfig
 from lockstep.data.order import share
@@ -24,6 +24,7 @@ from lockstep.progress import as_partial, number
 from lockstep.randomness import seed_everything
 from lockstep.runtime import World
 from lockstep.sharding import is_sharded
+from lockstep.signals import StopRequested
 from lockstep.task import Context, Task
 
 
@@ -54,6 +55,7 @@ def evaluate(
     step: int,
     loader: LoaderConfig,
     autocast: AbstractContextManager[Any] | None = None,
+    stop_code: Callable[[], int] | None = None,
 ) -> dict[str, float]:
     """Return the task's metrics over `data`, reduced over ranks. Collective.
 
@@ -62,6 +64,14 @@ def evaluate(
     over the batches, so that the number of ranks does not show in the last bit either.
     Where the model is cut over ranks, all make as many passes.
     Where terms of the loss have units of their own, the data are read twice: first to count.
+
+    Args:
+        stop_code: Called before every batch; returns the exit code of a stop signal that this
+            rank has received, or 0.
+
+    Raises:
+        StopRequested: on all ranks, before the same batch, if a rank was asked to stop. What was
+            measured until then is dropped.
     """
     metrics, keeps_company = task.metrics(), is_sharded(model)
     for metric in metrics.values():
@@ -72,7 +82,7 @@ def evaluate(
     typical: Mapping[str, Tensor | float] = {}
     if type(task).evaluate is Task.evaluate and type(task).weights is not Task.weights:
         how: Any = {"batch_size": batch_size, "seed": seed, "step": step, "loader": loader}
-        typical = evaluate(_Units(task), model, data, world, **how)
+        typical = evaluate(_Units(task), model, data, world, **how, stop_code=stop_code)
     num_leaves = -(-len(data) // batch_size)
     places = share(num_leaves, world.rank, world.size)
     local: dict[str, TreeSum] = {}  # of the sum, flat, and the weight behind it
@@ -89,7 +99,8 @@ def evaluate(
 
     def measure() -> None:
         batches = read_held_out(data, batch_size, world, seed, task.collate, loader, keeps_company)
-        for micro_batch in _all_have(batches, world) if keeps_company else batches:
+        num_rounds = -(-num_leaves // world.size)
+        for micro_batch in _in_rounds(batches, num_rounds, world, stop_code):
             place = micro_batch.leaf.place
             context = Context(world, seed, step, place, training=False, counts=micro_batch.counts)
             seed_everything(world.device, seed, "evaluation", place)
@@ -112,8 +123,13 @@ def evaluate(
                 add(name, place - places.start, torch.zeros_like(row), row)
 
     local_shapes: dict[str, Sequence[int]] = {}
-    with evaluating(model):
-        together(world, measure)
+    try:
+        with evaluating(model):
+            together(world, measure)
+    except StopRequested:
+        for metric in metrics.values():
+            metric.reset()
+        raise
 
     # A rank may lack a name, or have no sample at all: all ranks line up all names.
     shapes: dict[str, Sequence[int]] = {}
@@ -136,10 +152,23 @@ def evaluate(
     return {**task.derive(means), **measured}
 
 
-def _all_have(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatch]:
-    """Yield batches of which all ranks have as many; one that cannot be read fails on all."""
-    while (batch := together(world, lambda: next(batches, None))) is not None:
-        yield batch
+def _in_rounds(
+    batches: Iterator[MicroBatch],
+    num_rounds: int,
+    world: World,
+    stop_code: Callable[[], int] | None,
+) -> Iterator[MicroBatch]:
+    """Yield this rank's batches, each after all ranks have agreed to continue. Collective.
+
+    Ranks may have one batch more or less than others, so they vote `num_rounds` times each. The
+    vote comes between reading a batch and computing on it: where the model is sharded, every
+    forward pass is a collective, and a rank that cannot read its batch must not miss one.
+    """
+    for _ in range(num_rounds):
+        batch = next(batches, None)
+        agree_to_continue(world, stop=stop_code() if stop_code else 0)
+        if batch is not None:
+            yield batch
 
 
 class _Units(Task):

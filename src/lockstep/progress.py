@@ -123,7 +123,7 @@ class Progress:
     pending: list[tuple[int, StepReport]] = field(default_factory=list)
     """Steps that are not in these sums yet."""
     owes_evaluation: bool = False
-    """Whether one was due and failed: a resume begins with it."""
+    """Whether one was due and failed or was interrupted: a resume begins with it."""
     bad: tuple[int, float, float] | None = None
     """The first step that was no arithmetic, with its loss and gradient norm."""
 

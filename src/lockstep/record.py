@@ -204,6 +204,9 @@ def banner(run: Run) -> list[str]:
         lines.append(f"warning: the bits may differ from here on: {', '.join(changed)}")
     if not run.model.training:
         lines.append("warning: the model comes in evaluation mode and is trained in it")
-    if run.resumed_from is not None and run.progress.step >= total_steps:
+    owes_evaluation = run.progress.owes_evaluation and run.held_out is not None
+    if owes_evaluation:
+        lines.append(f"evaluating first: the evaluation at step {run.progress.step} is missing")
+    elif run.resumed_from is not None and run.progress.step >= total_steps:
         lines.append(f"nothing to do: the run is complete at step {run.progress.step}")
     return lines

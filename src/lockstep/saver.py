@@ -28,6 +28,8 @@ class Saver:
         self.writer: BackgroundWriter = BackgroundWriter()
         stack.push(self._close)
         self.saved_step = run.progress.step if run.resumed_from else None
+        self.committed_step = self.saved_step
+        """The newest step whose checkpoint is known to be complete on the disk."""
         self.is_last = False
         """Whether a save that fails can no longer be made good by another."""
         self.is_by_the_way = False
@@ -86,6 +88,7 @@ class Saver:
                 run.store.save(step, what, meta)
             for name in names:
                 run.store.name(step, name)
+            self.committed_step = step
             self.record.events.write("checkpoint", step, path=path)
 
         def write_share() -> None:
@@ -135,8 +138,11 @@ class Saver:
                 files = {name: facts for share in said for name, facts in share.items()}
                 if world.is_first:
                     self.writer.submit(lambda: commit(files))
-                if wait:
-                    together(world, self.writer.wait)
+                if not wait:
+                    return
+                together(world, self.writer.wait)
+            if self.saved_step is not None:  # other ranks than the first learn it here
+                self.committed_step = self.saved_step
         except CheckpointError as error:
             self._not_saved(error)
 

@@ -1,16 +1,17 @@
 """Stop cleanly when asked: one signal asks, a second one insists.
 
 Owns: SIGTERM, SIGINT, SIGUSR1 and SIGHUP while a run is under way. Does not own: what
-stopping means; the trainer asks for the `exit_code` between steps and lets all ranks
-agree. Nothing is saved and nothing is sent inside a handler.
+stopping means; the trainer asks for the `exit_code` between steps and between the batches of
+an evaluation, and lets all ranks agree. Nothing is saved and nothing is sent inside a handler.
 """
 
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 ECHO_S = 1.0
 """Signals this soon after the first are its echo: a terminal's Ctrl-C reaches every
@@ -22,6 +23,18 @@ EXIT_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143, signa
 EXIT_NOT_SAVED = 5
 """Exit code of a run that was stopped before it could save: the steps since the last checkpoint
 will be repeated."""
+
+
+class StopRequested(BaseException):
+    """Leaves an evaluation on every rank, because one of them was asked to stop.
+
+    Derived from BaseException so that a task's `except Exception` does not swallow it.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
 
 _active: "StopSignals | None" = None
 _fork_hook_set = False
@@ -39,6 +52,13 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
+        self.unsaved: Callable[[], str] = lambda: "the run had not reached its first step"
+        """What leaving now would lose, in words; empty when everything is saved. Called from
+        another thread."""
+        self.is_quiet = False
+        """Whether another rank says what is lost."""
+        self._asked_by: signal.Signals | None = None
+        """The signal that the next one is compared with: the first, or the one after a warning."""
         self._requested_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -88,13 +108,29 @@ class StopSignals:
             number = os.read(self._reader, 1)[0]
             if number == 0:
                 return
-            if number not in EXIT_CODES:
-                continue
-            if self.requested is None:
-                self.requested = signal.Signals(number)
-                self._requested_at = time.monotonic()
-            elif time.monotonic() - self._requested_at > ECHO_S:
-                os._exit(EXIT_CODES[signal.Signals(number)])
+            if number in EXIT_CODES:
+                self._receive(signal.Signals(number))
+
+    def _receive(self, number: signal.Signals) -> None:
+        """Remember a request to stop, or leave at once if it is the second."""
+        now = time.monotonic()
+        # SLURM warns with SIGUSR1 and sends SIGTERM at the time limit. The seconds between that
+        # and its SIGKILL may be just what a save under way still needs.
+        was_warned = self._asked_by is signal.SIGUSR1 and number is not signal.SIGUSR1
+        if self.requested is None or was_warned:
+            self.requested = self.requested or number
+            self._asked_by = number
+            self._requested_at = now
+        elif now - self._requested_at > ECHO_S:
+            self._leave(number)
+
+    def _leave(self, number: signal.Signals) -> NoReturn:
+        """End the process now; the exit code tells whether everything was saved."""
+        unsaved = self.unsaved()
+        if unsaved and not self.is_quiet:
+            # Not through sys.stderr: the main thread may hold its lock.
+            os.write(2, f"lockstep: stopped by {number.name} without saving: {unsaved}\n".encode())
+        os._exit(EXIT_NOT_SAVED if unsaved else self.exit_code)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ Owns: the contract between what is trained and the core that trains it. Does
 not own: batches, ranks, devices, steps. The core never looks inside a batch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from lockstep.agreement import agree_to_continue
 from lockstep.data.order import Order
 from lockstep.errors import ConfigError
 from lockstep.meeting import Meeting
@@ -59,6 +60,19 @@ class Context:
     meeting: Meeting | None = None
     """In exact mode, the other leaves of the step, whatever ranks have them."""
     exact: bool = False
+    stop_code: Callable[[], int] | None = None
+    """In `finish_evaluation`: the exit code of this rank's stop signal, or 0."""
+
+    def raise_if_stopping(self) -> None:
+        """Leave a long `finish_evaluation` if any rank was asked to stop. Collective.
+
+        Call it in every round of a long loop, equally often on every rank: they agree, so all of
+        them leave in the same round. The run then saves, and repeats the evaluation when it
+        resumes. Clean up in a `finally`, and let the StopRequested pass. Outside of
+        `finish_evaluation` this does nothing.
+        """
+        if self.stop_code is not None:
+            agree_to_continue(self.world, stop=self.stop_code())
 
     def generator(self, stream: str) -> torch.Generator:
         """Return the random stream called `stream` of this micro-batch.
@@ -214,6 +228,9 @@ class Task:
         Collective: every rank calls it, with the weights that were evaluated.
         `folder` is the run's folder; only the first rank may write there. A path
         that is returned names a picture.
+
+        A stop signal cannot interrupt it unless it calls `context.raise_if_stopping()`: do so
+        where it takes longer than a few seconds.
         """
         return {}
 

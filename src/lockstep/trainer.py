@@ -23,7 +23,13 @@ from lockstep.agreement import (
 )
 from lockstep.config import Cadence, RunConfig
 from lockstep.data.loader import StepBatch
-from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError, own_exit_code
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    LockstepError,
+    OutOfMemoryError,
+    own_exit_code,
+)
 from lockstep.evaluation import evaluate
 from lockstep.memory import halve
 from lockstep.non_finite import LeftOut, is_finite
@@ -36,7 +42,7 @@ from lockstep.saver import Saver
 from lockstep.schedule import build_schedule
 from lockstep.setup import Run, prepare
 from lockstep.sharding import gathered_whole, raise_if_out_of_reach
-from lockstep.signals import EXIT_CODES, StopSignals
+from lockstep.signals import EXIT_CODES, EXIT_NOT_SAVED, StopRequested, StopSignals
 from lockstep.step import train_step
 from lockstep.task import Context, Task
 
@@ -55,8 +61,8 @@ def fit(task: Task, config: RunConfig) -> RunResult:
     """Train `task` as `config` says, on as many ranks as were launched.
 
     Goes on from the newest good checkpoint in `config.output_dir` if there is
-    one. SIGTERM and Ctrl-C save at the next step, on all ranks alike; a second
-    signal leaves at once.
+    one. SIGTERM and Ctrl-C save after the current step, or before the next batch of an
+    evaluation, on all ranks; a second signal leaves at once, without saving.
 
     Raises:
         LockstepError: the same on every rank, with what is wrong and what to try.
@@ -101,7 +107,11 @@ class Trainer:
         self.report: StepReport | None = None
         self.stopped_by = 0
         """The exit code of the signal that ended the steps early."""
+        self.has_finished = False
+        """Whether everything is saved and nothing is left to do."""
         self.evaluated_step: int | None = None
+        signals.unsaved = self._unsaved
+        signals.is_quiet = not run.world.is_first
         self._num_new, self._again = 0, False
         self._began = self._step_began = time.monotonic()
         stack.push(self._say_where)
@@ -109,7 +119,8 @@ class Trainer:
     def steps(self) -> Iterator[StepBatch]:
         """Yield the batches of the steps that are left; log, evaluate and save between them.
 
-        Ends early, on all ranks alike, when one of them was asked to stop. Collective.
+        Ends early, on all ranks, when one of them was asked to stop: after the step, or before the
+        next batch of an evaluation, which is then repeated when the run resumes. Collective.
 
         Raises:
             LockstepError: on all ranks, what one of them met; the good steps are saved first.
@@ -117,12 +128,16 @@ class Trainer:
         run, progress = self.run, self.run.progress
         total_steps, throughput = run.loader.total_steps, self.record.throughput
         if progress.owes_evaluation and run.held_out is not None:
-            self._save(self._evaluate())
+            is_best = self._evaluate()
+            if self.stopped_by:
+                return
+            self._save(is_best)
         batches = iter(run.loader)
         upcoming = self._fetch(batches)
         while progress.step < total_steps:
-            self.stopped_by = self._agree(upcoming)
-            if self.stopped_by:
+            stop = self._agree(upcoming)
+            if stop:
+                self.stopped_by = stop
                 return
             assert isinstance(upcoming, StepBatch)
             self._again = False
@@ -139,6 +154,8 @@ class Trainer:
             if not self._again:
                 throughput.step_done(self._num_new)
                 self._once_in_a_while()
+                if self.stopped_by:
+                    return
 
     def step(self, batch: StepBatch) -> None:
         """Take a step with the run's own loss and settings, and count it. Collective.
@@ -203,16 +220,35 @@ class Trainer:
         self.record.enter(batch)
 
     def finish(self) -> RunResult:
-        """Save what is not saved yet, and say how the run ended. Collective."""
-        step = self.run.progress.step
-        self.saver.settle()
-        self.saver.is_last = True
-        if self.saver.saved_step != step:
-            self._save()
-        self.saver.settle()
+        """Save what is not saved yet, and say how the run ended. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, it could not be saved.
+        """
+        progress = self.run.progress
+        step = progress.step
+        try:
+            self.saver.settle()
+            self.saver.is_last = True
+            if self.saver.saved_step != step:
+                self._save()
+            self.saver.settle()
+        except CheckpointError as error:
+            if self.stopped_by:
+                error.exit_code = EXIT_NOT_SAVED
+            raise
+        self.has_finished = True
         if self.stopped_by:
             name = {code: number.name for number, code in EXIT_CODES.items()}[self.stopped_by]
-            self.events.write("stop", step, reason=name, exit_code=self.stopped_by)
+            interrupted = "; the interrupted evaluation will be repeated on resume"
+            self.events.write(
+                "stop",
+                step,
+                reason=name,
+                exit_code=self.stopped_by,
+                owes_evaluation=progress.owes_evaluation,
+                message=f"{name}{interrupted if progress.owes_evaluation else ''}",
+            )
         self.events.write("run_end", step, seconds=time.monotonic() - self._began)
         StopSignals.left_with = self.stopped_by
         return RunResult(step, self.metrics, Path(self.run.config.output_dir), self.stopped_by)
@@ -238,7 +274,7 @@ class Trainer:
                         is_best = self._evaluate()
                     except LockstepError as error:
                         self._agree(error)  # what was trained is saved, and then this is raised
-                if saves or is_best:
+                if (saves or is_best) and not self.stopped_by:  # else `finish` saves
                     self._save(is_best)
 
     def _fetch(self, batches: Iterator[StepBatch]) -> StepBatch | LockstepError | None:
@@ -269,13 +305,40 @@ class Trainer:
         return when.is_due(progress.step, epochs, Fraction(self._num_new, per_epoch))
 
     def _evaluate(self) -> bool:
-        """Evaluate the weights and their first average; say if they are the best. Collective."""
+        """Evaluate the weights and their first average; say if they are the best. Collective.
+
+        If a rank is asked to stop meanwhile, `stopped_by` is set on all of them, what was measured
+        is dropped, and the evaluation stays owed: the next run begins with it.
+        """
+        self.run.progress.owes_evaluation = True
+        try:
+            metrics = self._measure()
+        except StopRequested as request:
+            self.stopped_by = request.exit_code
+            return False
+        run, step = self.run, self.run.progress.step
+        self.metrics = metrics
+        self.evaluated_step = step
+        # The first rank's metrics decide: a task may bring numbers that others have not alike.
+        asked = run.config.evaluation.save_best and run.world.is_first
+        is_best = together(run.world, lambda: asked and self._is_best())
+        run.progress.owes_evaluation = False
+        return bool(run.world.all_max(int(is_best))[0])
+
+    def _measure(self) -> dict[str, float]:
+        """Return the metrics of the weights and of their first average. Collective.
+
+        Raises:
+            StopRequested: on all ranks, because one of them was asked to stop.
+        """
         run, config, model = self.run, self.run.config, bare(self.run.model)
         began, step = time.monotonic(), run.progress.step
         is_idle = type(run.task).finish_evaluation is Task.finish_evaluation
         is_alike = run.task.calls_alike or is_idle
-        run.progress.owes_evaluation = True
         follow_first(model, run.world)
+
+        def stop_code() -> int:
+            return self.signals.exit_code
 
         def measure() -> dict[str, float]:
             return evaluate(
@@ -288,33 +351,34 @@ class Trainer:
                 step=step,
                 loader=config.loader,
                 autocast=run.autocast,
+                stop_code=stop_code,
             )
 
-        def finish() -> None:
-            context = Context(run.world, config.seed, step, 0, training=False)
+        def finish() -> dict[str, float]:
+            context = Context(run.world, config.seed, step, 0, training=False, stop_code=stop_code)
+            if not is_idle:
+                context.raise_if_stopping()
             with run.autocast or nullcontext(), gathered_whole(model, unless=is_alike):
                 ask = partial(run.task.finish_evaluation, model, context, config.output_dir)
                 made = together(run.world, ask)
+            numbers: dict[str, float] = {}
             for name, value in made.items():
                 if isinstance(value, Path):
                     self.events.write("picture", step, name=name, path=str(value))
                 else:
-                    self.metrics[name] = value
+                    numbers[name] = value
+            return numbers
 
-        self.metrics, self.evaluated_step = measure(), step
+        metrics = measure()
         if config.averages:
             with run.averages.applied(config.averages[0]):
-                self.metrics |= {f"ema_{name}": value for name, value in measure().items()}
-                finish()
+                metrics |= {f"ema_{name}": value for name, value in measure().items()}
+                metrics |= finish()
         else:
-            finish()
+            metrics |= finish()
         stall_s = time.monotonic() - began
-        self.events.write("evaluation", step, metrics=self.metrics, local_stall_s=stall_s)
-        # The first rank's metrics decide: a task may bring numbers that others have not alike.
-        asked = config.evaluation.save_best and run.world.is_first
-        is_best = together(run.world, lambda: asked and self._is_best())
-        run.progress.owes_evaluation = False
-        return bool(run.world.all_max(int(is_best))[0])
+        self.events.write("evaluation", step, metrics=metrics, local_stall_s=stall_s)
+        return metrics
 
     def _save(self, is_best: bool = False) -> None:
         """Save the run as it stands, with what an evaluation of this step found. Collective."""
@@ -341,6 +405,18 @@ class Trainer:
         is_best = math.isfinite(value) and sign * value < before
         progress.best = value if is_best else progress.best
         return is_best
+
+    def _unsaved(self) -> str:
+        """Say what a run that ended now would lose; empty when everything is saved.
+
+        Called from the thread that receives signals, so it only reads numbers.
+        """
+        step, saved = self.run.progress.step, self.saver.committed_step
+        if self.has_finished or step == saved:
+            return ""
+        if saved is None:
+            return f"there is no checkpoint yet, and the run, at step {step}, will start over"
+        return f"the steps since checkpoint step {saved} will be repeated (the run was at {step})"
 
     def _say_where(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Note on whatever ends the run which rank met it, and when."""

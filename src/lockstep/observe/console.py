@@ -42,7 +42,7 @@ LINES = {
     "worker_lost": "warning: {message}",
     "sample_skipped": "skipped sample {sample}: {reason}",
     "warning": "warning: {message}",
-    "stop": "stopping at step {step}: {reason}",
+    "stop": "stopping at step {step}: {message}",
     "run_end": "done at step {step} after {duration}",
 }
 BAR_FIELDS = ("loss", "samples_per_second")

@@ -10,6 +10,7 @@ The network may predict x, e or v, and the error may be measured on any of them.
 Shapes: B images, H image side.
 """
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -24,7 +25,6 @@ from torch.optim import AdamW, Optimizer
 from lockstep.errors import ConfigError, DataError
 from lockstep.evaluation import evaluating
 from lockstep.randomness import seed_all, untouched
-from lockstep.runtime import World
 from lockstep.task import Context, PartialLoss, Task
 from lockstep_recipes.jit import evaluate, text_pixels
 from lockstep_recipes.jit.data import (
@@ -335,7 +335,7 @@ class JiTTask(Task):
             if not config.num_fid_samples:
                 return made
             self._features.to(world.device)
-            reference = self._reference(world)
+            reference = self._reference(context)
             if reference.count < 2:
                 return made
             classes = self._compared.labels
@@ -358,6 +358,7 @@ class JiTTask(Task):
         )
 
         def velocity(x: Tensor, t: float, labels: Tensor) -> Tensor:
+            context.raise_if_stopping()  # every rank makes as many steps: see `sample_share`
             times = torch.full((len(x),), t, device=x.device)
             prediction = model(x, times, labels).float()
             t_wide = times[:, None, None, None]
@@ -397,12 +398,14 @@ class JiTTask(Task):
         num = min(self.config.num_fid_samples, len(listing))
         return listing.select([index * len(listing) // num for index in range(num)])
 
-    def _reference(self, world: World) -> Moments:
+    def _reference(self, context: Context) -> Moments:
         """Return the moments of those images, read once and shared out over ranks. Collective."""
         if self._reference_moments is None:
-            mine = self._compared.select(list(evaluate.share(len(self._compared), world)))
+            world, num = context.world, len(self._compared)
+            mine = self._compared.select(list(evaluate.share(num, world)))
             data = open_listing(mine, self.config.image_size, flip=False)
-            batches = _in_batches(data, self.config.sample_batch_size)
+            longest = math.ceil(num / world.size)
+            batches = _in_batches(data, self.config.sample_batch_size, longest, context)
             moments = evaluate.image_moments(batches, self._features, world)
             self._reference_moments = moments.all_sum(world)
         return self._reference_moments
@@ -421,9 +424,16 @@ def _no_images(size: int, device: torch.device) -> Tensor:
     return torch.empty(0, 3, size, size, dtype=torch.uint8, device=device)
 
 
-def _in_batches(data: ImageFolder | TextFolder, batch_size: int) -> Iterator[Tensor]:
-    """Yield the images that can be read: one rank's bad file must not leave the others waiting."""
-    for start in range(0, len(data), batch_size):
+def _in_batches(
+    data: ImageFolder | TextFolder, batch_size: int, longest: int, context: Context
+) -> Iterator[Tensor]:
+    """Yield the images that can be read: one rank's bad file must not leave the others waiting.
+
+    A stop is honoured before each batch. The ranks agree on it, so each of them asks as often as
+    the one with the `longest` share.
+    """
+    for start in range(0, longest, batch_size):
+        context.raise_if_stopping()
         images = []
         for index in range(start, min(start + batch_size, len(data))):
             try:

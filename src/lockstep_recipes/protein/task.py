@@ -388,7 +388,11 @@ class ProteinTask(Task):
         assert isinstance(model, ProteinNet)
         rows, texts = [], []
         with evaluating(model):
-            for index in range(world.rank, num, world.size):
+            for first in range(0, num, world.size):
+                context.raise_if_stopping()
+                index = first + world.rank
+                if index >= num:  # the last round has fewer chains than there are ranks
+                    continue
                 chain = chains.chain(index * len(chains) // num)
                 made = design(
                     model, self.process, chain, config.sample_steps, config.sampler, context.seed
