@@ -225,8 +225,7 @@ class Trainer:
         Raises:
             CheckpointError: on all ranks, it could not be saved.
         """
-        progress = self.run.progress
-        step = progress.step
+        step = self.run.progress.step
         try:
             self.saver.settle()
             self.saver.is_last = True
@@ -240,15 +239,7 @@ class Trainer:
         self.has_finished = True
         if self.stopped_by:
             name = {code: number.name for number, code in EXIT_CODES.items()}[self.stopped_by]
-            interrupted = "; the interrupted evaluation will be repeated on resume"
-            self.events.write(
-                "stop",
-                step,
-                reason=name,
-                exit_code=self.stopped_by,
-                owes_evaluation=progress.owes_evaluation,
-                message=f"{name}{interrupted if progress.owes_evaluation else ''}",
-            )
+            self.events.write("stop", step, reason=name, exit_code=self.stopped_by)
         self.events.write("run_end", step, seconds=time.monotonic() - self._began)
         StopSignals.left_with = self.stopped_by
         return RunResult(step, self.metrics, Path(self.run.config.output_dir), self.stopped_by)
@@ -315,6 +306,7 @@ class Trainer:
             metrics = self._measure()
         except StopRequested as request:
             self.stopped_by = request.exit_code
+            self.events.write("evaluation_interrupted", self.run.progress.step)
             return False
         run, step = self.run, self.run.progress.step
         self.metrics = metrics

@@ -146,8 +146,9 @@ def check_stopped(folder: Path, results: list[RunResult], step: int) -> None:
     assert step not in measured(folder)
     best = store(folder).aliases().get("best_model.pt", "none")
     assert best != f"step_{step:08d}"
-    (stop,) = [event for event in read_events(folder, raw=True) if event["event"] == "stop"]
-    assert (stop["reason"], stop["exit_code"]) == ("SIGTERM", 143)
+    written = {event["event"]: event for event in read_events(folder, raw=True)}
+    assert written["evaluation_interrupted"]["step"] == step
+    assert (written["stop"]["reason"], written["stop"]["exit_code"]) == ("SIGTERM", 143)
 
 
 def check_same(folder: Path, undisturbed: Path) -> None:

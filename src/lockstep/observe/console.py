@@ -42,7 +42,8 @@ LINES = {
     "worker_lost": "warning: {message}",
     "sample_skipped": "skipped sample {sample}: {reason}",
     "warning": "warning: {message}",
-    "stop": "stopping at step {step}: {message}",
+    "evaluation_interrupted": "evaluation at step {step} interrupted: a resume begins with it",
+    "stop": "stopping at step {step}: {reason}",
     "run_end": "done at step {step} after {duration}",
 }
 BAR_FIELDS = ("loss", "samples_per_second")
