@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from stopping import NEVER, finish_on
 from torch import Tensor
 
 from lockstep.evaluation import evaluating
@@ -296,6 +297,19 @@ def test_random_features_are_the_same_in_every_run() -> None:
     image = torch.linspace(-1, 1, 3 * 16 * 16).reshape(1, 3, 16, 16)
     assert torch.equal(first(image), RandomFeatures()(image))
     assert first(image).shape == (1, first.num_features)
+
+
+def test_ranks_ask_equally_often_whether_to_stop_and_leave_together(
+    make_task: MakeTask, make_mini: Callable[..., JiT], tmp_path: Path
+) -> None:
+    """Seven images to compare with fall unevenly on three ranks: 3, 3 and 1, in batches of two."""
+    task, model = make_task(**FAST), make_mini(random=True)
+    # A batch of the picture and two of what is compared make five steps each; two of the reference.
+    ended = finish_on(3, task, model, tmp_path, NEVER)
+    assert ended == [("finished", 5 + 2 + 2 * 5)] * 3
+    for stop_at in (0, 6, 9):
+        ended = finish_on(3, task, model, tmp_path, stop_at)
+        assert ended == [("stopped", stop_at + 1)] * 3
 
 
 def test_the_reference_is_read_once(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from stopping import NEVER, finish_on
 
 from lockstep import Loader, RunConfig, fit, train_step
 from lockstep.data.order import leaves_of
@@ -237,6 +238,13 @@ def test_eight_chains_are_learned_by_heart(loss, make_task, tmp_path) -> None:
     assert metrics["chi1_mae"] < 0.5 * metrics["common_chi1_mae"]
     assert metrics["uniform_perplexity"] == 20
     assert 12 < metrics["unigram_perplexity"] < 30
+
+
+def test_ranks_ask_equally_often_whether_to_stop_and_leave_together(make_task, tmp_path) -> None:
+    task = make_task(num_designs=4)  # three ranks: the last round has a chain for one of them
+    model = task.build_model()
+    assert finish_on(3, task, model, tmp_path, NEVER) == [("finished", 2)] * 3
+    assert finish_on(3, task, model, tmp_path, 1) == [("stopped", 2)] * 3
 
 
 @pytest.mark.parametrize(
