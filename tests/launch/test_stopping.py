@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from evaluate_slowly import STEP as EVALUATED_STEP
 from processes import (
     BIN,
     HERE,
@@ -32,6 +33,7 @@ from lockstep.observe.events import read_events
 from lockstep.signals import EXIT_NOT_SAVED
 
 TRAIN = HERE / "train_slowly.py"
+EVALUATE = HERE / "evaluate_slowly.py"
 
 
 def slow_run(folder: Path, *arguments: str) -> partial[None]:
@@ -197,6 +199,30 @@ def test_our_launcher_passes_a_signal_on_and_keeps_its_exit_code(
     assert ranks.orphans() == []
     assert "Traceback" not in ranks.text
     assert "resource_tracker" not in ranks.text
+
+
+@pytest.mark.parametrize("whom", ["the launcher", "one rank"])
+def test_a_stop_in_a_long_evaluation_saves_first_and_evaluates_on_resume(
+    whom: str, tmp_path: Path, start: Start
+) -> None:
+    ranks = start(*LAUNCH, "2", EVALUATE, tmp_path)  # 25 s of evaluation
+    marks = [tmp_path / f"evaluating_{rank}" for rank in range(2)]
+    wait_until(lambda: all(mark.exists() and mark.read_text() for mark in marks), "evaluating")
+    ranks.look_around()
+    os.kill(ranks.pid if whom == "the launcher" else int(marks[1].read_text()), signal.SIGTERM)
+    assert ranks.finish() == 143, ranks.text
+    assert ranks.orphans() == []
+    assert saved_step(tmp_path) == EVALUATED_STEP
+    assert f"evaluation at step {EVALUATED_STEP} interrupted: a resume begins with it" in ranks.text
+    assert [e for e in read_events(tmp_path, raw=True) if e["event"] == "evaluation"] == []
+
+    again = start(*LAUNCH, "2", EVALUATE, tmp_path, "0")
+    assert again.finish() == 0, again.text
+    assert f"evaluating first: the evaluation at step {EVALUATED_STEP} is missing" in again.text
+    assert [e["step"] for e in read_events(tmp_path) if e["event"] == "evaluation"] == [
+        EVALUATED_STEP,
+        EVALUATED_STEP + 1,
+    ]
 
 
 def test_a_signal_to_a_rank_that_was_only_just_forked_is_not_lost(

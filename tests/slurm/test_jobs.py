@@ -17,7 +17,7 @@ from submitted import (
     resumed_at,
     weights,
 )
-from train_steps import NUM_STEPS, SAVE_EVERY, SlowTask, config
+from train_steps import EVALUATED_STEP, NUM_STEPS, SAVE_EVERY, SlowTask, config
 
 from lockstep.testing import run_ranks
 from lockstep.trainer import fit
@@ -77,6 +77,24 @@ def test_warned_of_the_time_limit_it_saves_and_queues_itself_again_once(
     stops = [one for one in events(job.folder / "run") if one["event"] == "stop"]
     assert [(one["step"], one["exit_code"]) for one in stops] == [(step, 138)]
     assert step % SAVE_EVERY or step >= 6
+
+
+def test_warned_in_a_long_evaluation_it_saves_and_begins_with_it_when_it_returns(
+    cluster: Cluster, submit: Submit, uninterrupted: bytes
+) -> None:
+    """The evaluation would take four minutes; what it is warned by leaves it less."""
+    job = submit("train_steps.py", "run", "2", "evaluation")
+    job.wait_for_step(EVALUATED_STEP)
+    cluster.ask("scancel", "--signal=USR1", job.job_id)
+    assert job.finish() == 0, job.text
+    check_whole(job, uninterrupted)
+    assert resumed_at(job.folder / "run") == [EVALUATED_STEP]
+    written = events(job.folder / "run")
+    stops = [one for one in written if one["event"] == "stop"]
+    assert [(one["step"], one["exit_code"]) for one in stops] == [(EVALUATED_STEP, 138)]
+    kinds = [one["event"] for one in written]
+    assert "evaluation" not in kinds[: kinds.index("resume")]
+    assert kinds[kinds.index("resume") + 1] == "evaluation"
 
 
 def test_requeued_by_an_operator_it_goes_on(

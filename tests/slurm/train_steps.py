@@ -3,13 +3,15 @@
 python train_steps.py FOLDER [STEP_SECONDS] [FAULT] [RESUME]
 
 A FAULT is an exception at step 10 on the last rank (`bug`), a request that cannot work
-(`refused`), or `none`.
+(`refused`), an evaluation after step 6 that takes STEP_SECONDS for each of 240 batches
+(`evaluation`), or `none`.
 """
 
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,13 +23,14 @@ from lockstep_recipes.command import train
 
 NUM_STEPS = 30
 SAVE_EVERY = 4
+EVALUATED_STEP = 6
 
 
 class SlowTask(TinyTask):
     """A tiny task with a sleep in every step."""
 
     def __init__(self, step_s: float = 0.0, fault: str = "") -> None:
-        super().__init__(num_samples=64)
+        super().__init__(num_samples=64, num_held_out=480)
         self.step_s = step_s
         self.fault = fault
 
@@ -37,14 +40,15 @@ class SlowTask(TinyTask):
         return super().train_data()
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
-        time.sleep(self.step_s)
+        if (self.fault == "evaluation") != context.training:
+            time.sleep(self.step_s)
         last = context.world.rank == context.world.size - 1
         if self.fault == "bug" and context.step == 10 and last:
             raise ZeroDivisionError("the planted bug")
         return super().loss(model, batch, context)
 
 
-def config(folder: str, resume: str = "auto") -> RunConfig:
+def config(folder: str, resume: str = "auto", **changes: Any) -> RunConfig:
     return RunConfig.parse(
         {
             "output_dir": folder,
@@ -56,6 +60,7 @@ def config(folder: str, resume: str = "auto") -> RunConfig:
             "sinks": {"curves": False},
             "log_every": 1,
             "timeout_s": 60,
+            **changes,
         }
     )
 
@@ -63,7 +68,8 @@ def config(folder: str, resume: str = "auto") -> RunConfig:
 def build(argv: Sequence[str]) -> tuple[TinyTask, RunConfig]:
     folder, step_s, fault, resume = (*argv, *("", "0", "none", "auto")[len(argv) :])
     goes_on = any(Path(folder, "checkpoints").glob("step_*"))  # nothing hits it a second time
-    return SlowTask(0.0 if goes_on else float(step_s), fault), config(folder, resume)
+    evaluated = {"evaluation": {"every_steps": EVALUATED_STEP}} if fault == "evaluation" else {}
+    return SlowTask(0.0 if goes_on else float(step_s), fault), config(folder, resume, **evaluated)
 
 
 if __name__ == "__main__":
