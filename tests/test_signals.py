@@ -106,10 +106,16 @@ def test_a_second_signal_after_the_echo_leaves_at_once_and_says_what_is_lost(
     assert capfd.readouterr().err == said
 
 
-def test_the_signal_after_slurms_warning_leaves_its_grace_to_the_save() -> None:
+def test_the_signal_after_slurms_warning_leaves_its_grace_to_the_save(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """SLURM sends SIGUSR1 before the time limit, SIGTERM at it, and SIGKILL after KillWait."""
     warning, limit = signal.SIGUSR1, signal.SIGTERM
     assert exit_code_of(lambda: signal_in_turn(warning, limit, unsaved="all")) == 7
+    said = "lockstep: SIGTERM came before the run could save; if killed now, all\n"
+    assert capfd.readouterr().err == said
+    assert exit_code_of(lambda: signal_in_turn(warning, limit, unsaved="")) == 7
+    assert capfd.readouterr().err == ""
     assert exit_code_of(lambda: signal_in_turn(warning, limit, limit, unsaved="all")) == 5
     assert exit_code_of(lambda: signal_in_turn(warning, warning, unsaved="all")) == 5
 

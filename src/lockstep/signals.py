@@ -114,23 +114,33 @@ class StopSignals:
     def _receive(self, number: signal.Signals) -> None:
         """Remember a request to stop, or leave at once if it is the second."""
         now = time.monotonic()
-        # SLURM warns with SIGUSR1 and sends SIGTERM at the time limit. The seconds between that
-        # and its SIGKILL may be just what a save under way still needs.
-        was_warned = self._asked_by is signal.SIGUSR1 and number is not signal.SIGUSR1
-        if self.requested is None or was_warned:
-            self.requested = self.requested or number
-            self._asked_by = number
-            self._requested_at = now
-        elif now - self._requested_at > ECHO_S:
+        is_echo = now - self._requested_at <= ECHO_S
+        if self.requested is None:
+            self.requested = number
+        elif self._asked_by is signal.SIGUSR1 and number is not signal.SIGUSR1:
+            # SLURM warns with SIGUSR1 and sends SIGTERM at the time limit. The seconds between
+            # that and its SIGKILL may be just what a save under way still needs.
+            if not is_echo:
+                self._say_unsaved(f"{number.name} came before the run could save; if killed now,")
+        elif is_echo:
+            return
+        else:
             self._leave(number)
+        self._asked_by = number
+        self._requested_at = now
 
     def _leave(self, number: signal.Signals) -> NoReturn:
         """End the process now; the exit code tells whether everything was saved."""
+        is_saved = not self._say_unsaved(f"stopped by {number.name} without saving:")
+        os._exit(self.exit_code if is_saved else EXIT_NOT_SAVED)
+
+    def _say_unsaved(self, what: str) -> bool:
+        """Say what is lost, if anything is; return whether it is."""
         unsaved = self.unsaved()
         if unsaved and not self.is_quiet:
             # Not through sys.stderr: the main thread may hold its lock.
-            os.write(2, f"lockstep: stopped by {number.name} without saving: {unsaved}\n".encode())
-        os._exit(EXIT_NOT_SAVED if unsaved else self.exit_code)
+            os.write(2, f"lockstep: {what} {unsaved}\n".encode())
+        return bool(unsaved)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
