@@ -9,11 +9,15 @@ same order, or the group waits for the one that did not.
 """
 
 import atexit
+import ctypes
 import datetime
+import logging
 import os
 import socket
 import sys
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -30,6 +34,9 @@ from lockstep.late_compiler import defer_compiler
 if TYPE_CHECKING:
     from lockstep.exact import LeafSum
     from lockstep.parallel import Averaging
+
+DEFAULT_TIMEOUT_S = 1800.0
+_log = logging.getLogger("lockstep")
 
 
 def is_rehearsal() -> bool:
@@ -122,11 +129,102 @@ torch would join the group's thread while holding the lock that thread waits for
 finished run would never end. Held here, the group ends in a way that releases the lock."""
 
 
+@dataclass
+class _OwnGroup:
+    """The process group that `World.enter` made. It lives until the process ends."""
+
+    group: Any
+    device: torch.device
+    timeout_s: float
+    process: int
+    has_failed: bool = False
+    """Whether a rank stopped in the middle of it: its collectives may no longer pair up."""
+
+
+_own: _OwnGroup | None = None
+_num_groups = 0
+"""How many groups this process has made. Each has its own keys in the store: torch would
+otherwise connect a second group to the addresses of the first."""
+_stores: dict[Launch, Any] = {}
+"""The store of each launch, kept: a second server could not have the same port."""
+
+
+def _own_group() -> _OwnGroup | None:
+    """Return the group that lockstep made, if it is the one in use."""
+    is_used = _own is not None and dist.is_initialized() and dist.group.WORLD is _own.group
+    return _own if is_used else None
+
+
+def _make_group(launch: Launch, place: torch.device, timeout_s: float) -> tuple[_OwnGroup, str]:
+    """Join the other ranks in a new process group; return it and its backend. Collective."""
+    global _own, _num_groups
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        kept = _stores.get(launch) or _meet(launch, timeout)
+        store = dist.PrefixStore(f"group_{_num_groups}", kept)  # type: ignore[attr-defined]
+        # NCCL refuses two ranks on one GPU; gloo takes them, through host memory.
+        own_gpu = place.type == "cuda" and not _shares_gpu(launch, store, place)
+        backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=launch.rank, world_size=launch.size, timeout=timeout
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {launch.rank} of {launch.size} could not meet the others at "
+            f"{launch.head}:{launch.port}: {str(error).splitlines()[0]}",
+            "every rank started, on a port of their own (MASTER_PORT, torchrun --standalone), "
+            "by machines that see each other (GLOO_SOCKET_IFNAME=eth0; lockstep doctor)",
+        ) from error
+    _stores[launch] = kept
+    if _num_groups == 0:
+        atexit.register(_end_group)
+    _num_groups += 1
+    _own = _OwnGroup(dist.group.WORLD, place, timeout_s, os.getpid())
+    return _own, backend
+
+
+def _report_kept(own: _OwnGroup, place: torch.device, timeout_s: float | None) -> None:
+    """Log what was asked of a new group and the existing one does not do."""
+    if timeout_s is not None and group_timeout_s(timeout_s) != own.timeout_s:
+        _log.warning(
+            "timeout_s=%g has no effect: the process group was made with timeout_s=%g before",
+            timeout_s,
+            own.timeout_s,
+        )
+    if place.type != own.device.type and place.type == "cuda":
+        _log.warning("the process group was made for the CPU: GPU tensors travel through the host")
+
+
+def _leave_group() -> None:
+    """Leave the group that lockstep made, if it is the one in use."""
+    own = _own_group()
+    if own is None:
+        return
+    _left.append(own.group)
+    if own.has_failed:
+        with suppress(RuntimeError):  # or NCCL would wait for ranks that are somewhere else
+            own.group.abort()
+    dist.destroy_process_group()
+
+
+def _end_group() -> None:
+    """At exit: leave the group, or, if this rank has failed, end without waiting for the others."""
+    own = _own_group()
+    if own is None or own.process != os.getpid():  # a child forked from a rank has its own end
+        return
+    if own.has_failed or hasattr(sys, "last_value"):  # an exception ends the interpreter
+        # A collective that other ranks never join would hold up the group's destructor until it
+        # times out. An object with one more reference than anyone knows of is never destroyed.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(own.group))
+    else:
+        _leave_group()
+
+
 class World:
     """The group of processes that train one model, seen from one of them.
 
     `World.enter()` finds out how the process was started, takes its device and
-    joins the others; use it in a `with`, or call `leave()` in a `finally`.
+    joins the others. The group lasts until the process ends, or until `leave()`.
     """
 
     def __init__(self, launch: Launch, device: torch.device, backend: str | None) -> None:
@@ -137,6 +235,8 @@ class World:
         self.launcher = launch.launcher
         self.device = device
         self.backend = backend
+        self._made: Any = None
+        """The process group, if this world made it."""
         # What ranks tell each other through the host, NCCL alone cannot carry.
         self._host = dist.new_group(backend="gloo") if backend == "cuda:nccl" else None
         if backend is not None:
@@ -145,50 +245,61 @@ class World:
 
     @classmethod
     def enter(
-        cls, device: str = "auto", timeout_s: float = 1800, local_rank: int | None = None
+        cls, device: str = "auto", timeout_s: float | None = None, local_rank: int | None = None
     ) -> Self:
         """Join the group this process was launched into; alone, there is no group.
 
-        A group that is there already (Accelerate makes one) is taken as it is.
+        A group that is there already is used as it is: one that Accelerate made, say, or that an
+        earlier `enter` or `fit` made. Its timeout then stays what it was.
         """
         defer_compiler()
         launch = detect_launch(os.environ, local_rank)
         place = choose_device(launch, device)
         if place.type == "cuda":
             torch.cuda.set_device(place)
+        own = _own_group()
+        if own is not None and own.has_failed:
+            _leave_group()
         if dist.is_initialized():
-            return cls(launch, place, _check_group(launch))
+            world = cls(launch, place, _check_group(launch))
+            if own is not None and world.is_first:
+                _report_kept(own, place, timeout_s)
+            return world
         if launch.size == 1:
             return cls(launch, place, None)
-        timeout = datetime.timedelta(seconds=group_timeout_s(timeout_s))
-        try:
-            store = _meet(launch, timeout)
-            # NCCL refuses two ranks on one GPU; gloo takes them, through host memory.
-            own_gpu = place.type == "cuda" and not _shares_gpu(launch, store, place)
-            backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
-            dist.init_process_group(
-                backend, store=store, rank=launch.rank, world_size=launch.size, timeout=timeout
-            )
-        except (dist.DistError, RuntimeError, ValueError) as error:
-            raise LaunchError(
-                f"rank {launch.rank} of {launch.size} could not meet the others at "
-                f"{launch.head}:{launch.port}: {str(error).splitlines()[0]}",
-                "every rank started, on a port of their own (MASTER_PORT, torchrun --standalone), "
-                "by machines that see each other (GLOO_SOCKET_IFNAME=eth0; lockstep doctor)",
-            ) from error
-        return cls(launch, place, backend)
+        seconds = group_timeout_s(DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+        own, backend = _make_group(launch, place, seconds)
+        world = cls(launch, place, backend)
+        world._made = own.group
+        return world
 
     def leave(self) -> None:
-        """Leave the group. Safe to call twice, and after an error."""
-        if dist.is_initialized():
-            _left.append(dist.group.WORLD)
-            dist.destroy_process_group()
+        """Leave the group, if this `World` made it. Safe to call twice, and to enter again.
+
+        A group that was there before stays: whoever made it may still need it.
+        """
+        own = _own_group()
+        if own is not None and self._made is own.group:
+            _leave_group()
+
+    def stay(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Keep the group for the next run of this process; for `ExitStack.push`.
+
+        After an error that other ranks may not have met, the next `enter` makes a new one:
+        in the old one, the collectives of two different places would be taken for one.
+        """
+        own = _own_group()
+        if own is not None and error is not None and not getattr(error, "is_shared", False):
+            own.has_failed = True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.leave()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.stay(kind, error, trace)
+        own = _own_group()
+        if own is None or not own.has_failed:
+            self.leave()
 
     def __repr__(self) -> str:
         return (

@@ -68,7 +68,8 @@ def fit(task: Task, config: RunConfig) -> RunResult:
         LockstepError: the same on every rank, with what is wrong and what to try.
     """
     with own_exit_code(), ExitStack() as stack:
-        world = stack.enter_context(World.enter(config.device, config.timeout_s))
+        world = World.enter(config.device, config.timeout_s)
+        stack.push(world.stay)
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack)
         trainer = Trainer(run, signals, stack)
