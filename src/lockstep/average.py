@@ -4,7 +4,7 @@ Owns: the averaged copies, one fused update per step. Does not own: which
 average is evaluated or saved under which name.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,9 +17,24 @@ class Averages:
     """Exponential moving averages of a model's trained weights, one per decay."""
 
     def __init__(self, model: nn.Module, decays: tuple[float, ...]) -> None:
-        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
-        self._sources: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self.copies = {decay: [p.detach().clone() for p in self._sources] for decay in decays}
+        self._model = model
+        self._names: list[str] = []
+        self._sources: list[Tensor] = []
+        self.copies: dict[float, list[Tensor]] = {decay: [] for decay in decays}
+        self.follow()
+
+    def follow(self, also: Collection[str] = ()) -> None:
+        """Average every weight that is trained by now, and those named `also`, from here on.
+
+        A weight that is frozen later stays: its average still moves towards it.
+        """
+        known = set(self._names)
+        for name, parameter in self._model.named_parameters():
+            if name not in known and (parameter.requires_grad or name in also):
+                self._names.append(name)
+                self._sources.append(parameter)
+                for copies in self.copies.values():
+                    copies.append(parameter.detach().clone())
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -58,6 +73,10 @@ class Averages:
 
     @torch.no_grad()
     def load_state(self, decay: float, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state` returned."""
-        for name, copy in zip(self._names, self.copies[decay], strict=True):
-            copy.copy_(cut_like(state[name], copy))
+        """Take back what `state` returned.
+
+        The average of a weight that was not trained at that time begins with the weight itself.
+        """
+        self.follow(also=state.keys())
+        for name, source, copy in zip(self._names, self._sources, self.copies[decay], strict=True):
+            copy.copy_(cut_like(state[name], copy) if name in state else source)

@@ -2,6 +2,7 @@
 
 LockstepError
 ├── ConfigError        the request makes no sense; no weight has moved
+│   └── TrainedParametersError   `requires_grad` changed after the model was replicated
 ├── LaunchError        the processes do not add up to one group
 ├── DataError          a sample, a file or a folder cannot be used
 ├── NonFiniteError     the loss or the gradient stopped being a number
@@ -50,6 +51,10 @@ class LockstepError(Exception):
 
 class ConfigError(LockstepError):
     """The request makes no sense; no weight has moved."""
+
+
+class TrainedParametersError(ConfigError):
+    """The trained parameters are no longer those whose gradients are exchanged."""
 
 
 class LaunchError(LockstepError):

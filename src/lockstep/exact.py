@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.data.order import share
 from lockstep.errors import ConfigError
 from lockstep.runtime import GradBucket, World
+from lockstep.trained import TrainedParameters
 
 if TYPE_CHECKING:
     from lockstep.data.loader import StepBatch
@@ -109,13 +110,18 @@ class LeafSum:
     def __init__(self, model: nn.Module, world: World, gathers: bool = False) -> None:
         self.world = world
         self.gathers = gathers
-        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self.follow(model)
         self._statistics = Statistics(model)
         self._tree = TreeSum(1)
         self._last: Node | None = None
         self._buckets: list[Bucket] = []
         self.num_sent = 0
         self.has_failed = True  # until a step begins
+
+    def follow(self, model: nn.Module) -> None:
+        """Sum the gradients of the parameters that require one now."""
+        self.trained = TrainedParameters(model)
+        self._trained = [p for p in model.parameters() if p.requires_grad]
 
     def begin(self, num_leaves: int) -> None:
         """Start a step anew; whatever is left of one that failed is dropped."""

@@ -3,7 +3,6 @@
 Owns: how ranks agree that it did not fit, and the smaller pieces. Does not own: the step.
 """
 
-import gc
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.agreement import raise_together
 from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError
-from lockstep.parallel import answer_exchanges, bare
+from lockstep.parallel import answer_exchanges
 from lockstep.runtime import World
 
 if TYPE_CHECKING:
@@ -75,8 +74,6 @@ def halve(run: "Run", problem: str, events: "EventLog") -> None:
     halved = plan.halved()
     run.contract, run.loader.plan = replace(run.contract, plan=halved), halved
     run.loader.seek(step, run.progress.consumed)
-    run.model = bare(run.model)
-    gc.collect()  # the error may hold the old replica, which would still take gradients
     run.replicate()
     message = (
         f"step {step + 1} did not fit in memory ({problem}): taken again, and on from here, in "

@@ -70,15 +70,17 @@ def divide(grads: list[Tensor], divisor: Tensor) -> None:
 
 
 def begin_momentum(optimizer: Optimizer) -> None:
-    """Give a fused SGD no momentum before its first step.
+    """Give the parameters of a fused SGD a momentum of 0 before their first step.
 
-    Were that one left out on the device, torch would go on with whatever lay in memory.
+    Were that step skipped on the device, torch would continue with whatever lay in memory; and
+    it does not take parameters with a momentum and, unfrozen later, without one in one group.
     """
-    if isinstance(optimizer, SGD) and not optimizer.state:
-        for group in optimizer.param_groups:
-            if group["fused"] and group["momentum"] and not group["dampening"]:
-                for p in (p for p in group["params"] if p.requires_grad):
-                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"] and not group["dampening"]:
+            for p in (p for p in group["params"] if p.requires_grad and p not in optimizer.state):
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def is_finite(report: StepReport, run: "Run") -> bool:

@@ -19,6 +19,7 @@ from lockstep.exact import LeafSum
 from lockstep.observe.pace import Pace
 from lockstep.runtime import GradBucket, World
 from lockstep.sharding import is_sharded
+from lockstep.trained import TrainedParameters
 
 T = TypeVar("T")
 
@@ -57,14 +58,19 @@ def replicate(
 ) -> nn.Module:
     """Put `model` on this rank's device; with several ranks, average its gradients.
 
-    All ranks start from the first rank's weights. Buffers stay a rank's own: they
-    follow the first rank's when they are used (`follow_first`).
-    `way` is how gradients travel, unless as they are; a `LeafSum` sums them, alike for any
-    number of ranks. A model that is cut over ranks is left as it is.
+    All ranks start from the first rank's weights. The forward pass does not synchronise buffers:
+    `train_step` does at its end, or whoever uses them (`sync_buffers`).
+    A model that was replicated before is replicated again, with the parameters that require a
+    gradient now. `way` is how gradients travel, unless as they are, or as they did before; a
+    `LeafSum` sums them, alike for any number of ranks. A sharded model is left as it is.
     """
     if is_sharded(model):
         return model
-    model = model.to(world.device)
+    if isinstance(model, DistributedDataParallel) and way is None:
+        way = cast("Averaging | LeafSum | None", getattr(model, "exchanges", None))
+    model = bare(model).to(world.device)
+    if isinstance(way, LeafSum):
+        way.follow(model)
     if world.size == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
     known = inspect.signature(DistributedDataParallel).parameters
@@ -87,7 +93,13 @@ def replicate(
 
     replica.register_comm_hook(way, send)
     replica.exchanges, replica.pace = way, pace  # type: ignore[assignment]
+    replica.trained = TrainedParameters(model)  # type: ignore[assignment]
     return replica
+
+
+def trained_parameters(model: nn.Module) -> TrainedParameters | None:
+    """Return what a replica knows of the parameters it was made for; None if it is no replica."""
+    return getattr(model, "trained", None) if isinstance(model, DistributedDataParallel) else None
 
 
 class Averaging:
@@ -191,11 +203,24 @@ def answer_exchanges(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def follow_first(model: nn.Module, world: World) -> None:
-    """Give all ranks the first rank's buffers, running statistics among them. Collective."""
-    for buffer in model.buffers() if world.size > 1 else ():
-        if buffer.is_contiguous():  # one that is not, as an expanded one, is not written to
-            world.all_from_first(buffer)
+def sync_buffers(model: nn.Module, world: World) -> None:
+    """Give all ranks the first rank's buffers, running statistics among them. Collective.
+
+    All of them travel as the bytes of one tensor, the widest types first, so that each lies at
+    an address that its type can be read from.
+    """
+    if world.size == 1:
+        return
+    # An expanded buffer has one element at many indices: it cannot be written to.
+    buffers = [b for b in bare(model).buffers() if b.numel() and b.is_contiguous()]
+    buffers.sort(key=lambda buffer: -buffer.element_size())
+    if not buffers:
+        return
+    flat = torch.cat([b.reshape(-1).view(torch.uint8) for b in buffers])
+    world.all_from_first(flat)
+    pieces = flat.split([b.numel() * b.element_size() for b in buffers])
+    for buffer, piece in zip(buffers, pieces, strict=True):
+        buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
 
 
 def bare(model: T) -> T:

@@ -207,12 +207,22 @@ def _leave_group() -> None:
     dist.destroy_process_group()
 
 
+def _is_failing() -> bool:
+    """Say whether an error ends this process, as far as a function that runs at exit can know."""
+    if hasattr(sys, "last_value"):  # an exception that nobody caught
+        return True
+    # `lockstep launch` runs what is registered for the exit while the script's SystemExit is
+    # on its way.
+    leaving = sys.exc_info()[1]
+    return isinstance(leaving, SystemExit) and leaving.code not in (None, 0)
+
+
 def _end_group() -> None:
     """At exit: leave the group, or, if this rank has failed, end without waiting for the others."""
     own = _own_group()
     if own is None or own.process != os.getpid():  # a child forked from a rank has its own end
         return
-    if own.has_failed or hasattr(sys, "last_value"):  # an exception ends the interpreter
+    if own.has_failed or _is_failing():
         # A collective that other ranks never join would hold up the group's destructor until it
         # times out. An object with one more reference than anyone knows of is never destroyed.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(own.group))
@@ -313,10 +323,19 @@ class World:
         return self.rank == 0
 
     def replicate(self, model: nn.Module, way: "Averaging | LeafSum | None" = None) -> nn.Module:
-        """Put `model` on this rank's device and keep its gradients alike on all ranks."""
+        """Put `model` on this rank's device and average its gradients over ranks. Collective.
+
+        Call it again with the result after changing `requires_grad` of a parameter.
+        """
         from lockstep.parallel import replicate
 
         return replicate(model, self, way)
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """Give every rank the first rank's buffers, running statistics among them. Collective."""
+        from lockstep.parallel import sync_buffers
+
+        sync_buffers(model, self)
 
     def all_sum(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks. Collective."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.agreement import SAME_STATE, state_difference, together
 from lockstep.checkpoint import BackgroundWriter, Written, share_of, snapshot
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.parallel import bare, follow_first
+from lockstep.parallel import bare, sync_buffers
 from lockstep.record import Record
 from lockstep.setup import Run
 
@@ -162,7 +162,7 @@ class Saver:
         world = self.run.world
         if not is_sharded:
             return snapshot(self.run.parts(), world.is_first, self._spare)
-        follow_first(bare(self.run.model), world)  # or each would write statistics of its own
+        sync_buffers(bare(self.run.model), world)  # or each would write statistics of its own
         parts = self.run.parts()
         share = share_of({**parts, "task": {}}, world.rank, world.size)
         if world.is_first:  # all ranks have the same

@@ -4,6 +4,7 @@ Owns: the order in which things come to life: folder, data, contract, model,
 optimizer, checkpoint. Does not own: what happens then; that is the trainer's.
 """
 
+import gc
 import json
 import platform
 import shutil
@@ -24,6 +25,7 @@ from lockstep.checkpoint import (
     Checkpoint,
     CheckpointStore,
     FolderLock,
+    fit_groups,
     load_model_state,
     load_optimizer,
     snapshot,
@@ -54,6 +56,7 @@ from lockstep.resuming import (
 from lockstep.runtime import World, launched
 from lockstep.sharding import is_sharded, shard
 from lockstep.task import Task
+from lockstep.trained import TrainedParameters, describe_changes, list_names
 
 SAME_FILES = (
     "build the same data on every rank: take no seed from the rank or the clock, sort file lists, "
@@ -90,8 +93,18 @@ class Run:
     averaging: Averaging | None = None
     """Else, what averages gradients over ranks. One's own, then `replicate`: docs/own_loop.md."""
     numerics: dict[str, str] = field(default_factory=dict)
+    rate_factor: float | None = None
+    """What `set_rate` was last called with."""
+    trained_at_start: list[str] = field(default_factory=list)
+    """The parameters that the task's model trains before any is frozen or unfrozen."""
+    pending_optimizer: dict[str, Any] | None = None
+    """The saved state of an optimizer to which the run had added parameter groups; this one is
+    to add them again."""
     broken: Tensor | None = None
     """On a GPU, whether a step of the trainer's was no longer arithmetic; see `train_step`."""
+
+    def __post_init__(self) -> None:
+        self.trained = TrainedParameters(bare(self.model), self.optimizer)
 
     def parts(self) -> dict[str, Any]:
         """Return all that a resumed run needs, by name."""
@@ -116,6 +129,8 @@ class Run:
             "config": self.config.model_dump(mode="json"),
             "task": self.task.settings(),
             "data": self.prints,
+            "trained": self.trained.names,
+            "trained_at_start": self.trained_at_start,
             "versions": versions(),
             "numerics": self.numerics,
         }
@@ -138,18 +153,90 @@ class Run:
         return store.path(step)
 
     def set_rate(self, factor: float) -> None:
-        """Give every parameter group its base rate times `factor`."""
-        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+        """Give every parameter group its base rate times `factor`.
+
+        The base rate of a group that was added during the run is the rate it was added with.
+        """
+        groups = self.optimizer.param_groups
+        if len(groups) < len(self.base_rates):
+            raise ConfigError(
+                f"the optimizer has {len(groups)} parameter groups and had {len(self.base_rates)}",
+                "keep the groups, and set requires_grad of what is not to be trained to False",
+            )
+        self.base_rates += [group["lr"] for group in groups[len(self.base_rates) :]]
+        for group, base in zip(groups, self.base_rates, strict=True):
             group["lr"] = base * factor
+        self.rate_factor = factor
 
     def replicate(self) -> None:
-        """Spread the model over ranks, or do so anew after a step that failed. Collective."""
+        """Replicate the model, again where it was before; train what requires a gradient now.
+
+        Collective.
+        """
+        if bare(self.model) is not self.model:
+            self.model = bare(self.model)
+            gc.collect()  # an error may hold the old replica, which would still take gradients
         way, mb = self.leaf_sum or self.averaging, self.config.gradients.bucket_mb
-        self.model = replicate(bare(self.model), self.world, way, mb)
+        self.model = replicate(self.model, self.world, way, mb)
+        self.averages.follow()
+        pending = self.pending_optimizer
+        num_groups = len(pending["param_groups"]) if pending else 0
+        self.trained = TrainedParameters(bare(self.model), self.optimizer, num_groups)
+
+    def follow_trained(self) -> str:
+        """Replicate the model for the parameters that are trained now. Collective.
+
+        Returns:
+            What has changed, in a few words.
+
+        Raises:
+            ConfigError: on all ranks: they do not train the same parameters, or some that are in
+                no parameter group.
+        """
+        began, ended = self.trained.changes()
+        said = self.world.all_texts(json.dumps([began, ended]))
+        other = next((rank for rank, text in enumerate(said) if text != said[0]), None)
+        if other is not None:
+            here, there = (describe_changes(*json.loads(said[rank])) for rank in (0, other))
+            raise ConfigError(
+                f"ranks 0 and {other} do not train the same parameters: rank 0 has {here}, rank "
+                f"{other} has {there}",
+                "change requires_grad on every rank, in the same step",
+            )
+        together(self.world, lambda: self._check_optimized(began))
+        pending, groups = self.pending_optimizer, self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        self.base_rates += rates[len(self.base_rates) :]
+        if pending and len(groups) == len(pending["param_groups"]):
+            together(self.world, lambda: self._load_optimizer(pending))
+            self.pending_optimizer = None
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+        if self.rate_factor is not None:  # a group that was added has no part in it yet
+            self.set_rate(self.rate_factor)
+        self.replicate()
+        return describe_changes(began, ended)
+
+    def _check_optimized(self, names: list[str]) -> None:
+        """Refuse parameters that no update would move."""
+        optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        parameters = dict(bare(self.model).named_parameters())
+        lost = [name for name in names if id(parameters[name]) not in optimized]
+        if lost:
+            raise ConfigError(
+                f"{list_names(lost)} now require a gradient, and no parameter group of the "
+                "optimizer has them",
+                "add them with optimizer.add_param_group, or build the optimizer with all "
+                "parameters: it leaves out those that are frozen",
+            )
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take back what `parts` returned; the task's own part came before the model."""
-        self._restore_weights(checkpoint)
+        self._restore_trained(checkpoint)
+        saved = checkpoint.load("optimizer")
+        if len(saved["param_groups"]) > len(self.optimizer.param_groups):
+            self.pending_optimizer = saved
+        self._restore_weights(checkpoint, fit_groups(self.optimizer, saved))
         self.progress = Progress.from_state(checkpoint.load("progress"))
         self.progress.consumed = self._consumed_now(checkpoint)
         self.loader.seek(self.progress.step, self.progress.consumed)
@@ -164,13 +251,33 @@ class Run:
         checkpoint, _ = self.store.latest()
         if checkpoint is None:
             raise NonFiniteError("there is no checkpoint to rewind to", "checkpoint.every_steps")
-        self._restore_weights(checkpoint)
+        self._restore_weights(checkpoint, fit_groups(self.optimizer, checkpoint.load("optimizer")))
         return checkpoint.step
 
-    def _restore_weights(self, checkpoint: Checkpoint) -> None:
+    def _restore_trained(self, checkpoint: Checkpoint) -> None:
+        """Freeze and unfreeze what the run had frozen and unfrozen by the checkpoint."""
+        then = checkpoint.meta.get("trained")
+        began_with = checkpoint.meta.get("trained_at_start", [])
+        now, named = self.trained_at_start, dict(bare(self.model).named_parameters())
+        if then is None or now == then or not named.keys() >= {*then, *began_with}:
+            return  # another model altogether is refused with its weights
+        if now != began_with:  # the task has changed, and what it trains now is no accident
+            if not self.config.accept_changes:
+                changes = describe_changes(
+                    sorted(set(now) - set(began_with)), sorted(set(began_with) - set(now))
+                )
+                raise ConfigError(
+                    f"this model does not train what the checkpoint's did: {changes}",
+                    "train the same parameters, or pass accept_changes=true",
+                )
+            return
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in then)
+
+    def _restore_weights(self, checkpoint: Checkpoint, optimizer: dict[str, Any]) -> None:
         """Take back model, optimizer, averages and scaler."""
         load_model_state(bare(self.model), checkpoint.load("model"))
-        self._load_optimizer(checkpoint.load("optimizer"))
+        self._load_optimizer(optimizer)
         for decay in self.config.averages:
             name = f"average_{decay}"
             saved = [p.partition("_")[2] for p in checkpoint.parts if p.startswith("average_")]
@@ -320,6 +427,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         prints=prints,
         not_compared=not_compared,
         averaging=Averaging(world, config.gradients.dtype),
+        trained_at_start=[name for name, p in model.named_parameters() if p.requires_grad],
     )
     if checkpoint is not None:
         together(world, lambda: run.restore(checkpoint))

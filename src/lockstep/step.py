@@ -25,12 +25,21 @@ from lockstep.meeting import Meeting, meet
 from lockstep.memory import fit_together
 from lockstep.non_finite import begin_momentum, divide, move
 from lockstep.numerics import drop_stale_casts, weights_cast_once
-from lockstep.parallel import bare, begin_exchanges, check_exchanged, end_step, local_gradients
+from lockstep.parallel import (
+    bare,
+    begin_exchanges,
+    check_exchanged,
+    end_step,
+    local_gradients,
+    sync_buffers,
+    trained_parameters,
+)
 from lockstep.progress import StepReport, as_partial, names_of, number, row_of
 from lockstep.randomness import seed_everything
 from lockstep.runtime import World
 from lockstep.sharding import held, is_sharded, norm_of, sums_and_norm
 from lockstep.task import Context, PartialLoss
+from lockstep.trained import TrainedParameters
 
 Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
 """A task's `loss`, or any function of the same shape."""
@@ -53,6 +62,8 @@ def train_step(
     leaf_sum: LeafSum | None = None,
     broken: Tensor | None = None,
     agree_on_memory: bool = False,
+    trained: TrainedParameters | None = None,
+    buffers_later: bool = False,
 ) -> StepReport:
     """Move the weights once, along the gradient of the mean over the global batch. Collective.
 
@@ -64,12 +75,20 @@ def train_step(
             anything. It spares asking the device each time. Not with a scaler.
         agree_on_memory: What does not fit on one rank fails on all. Not for a loss that itself
             talks to other ranks.
+        trained: The parameters whose gradients are exchanged; unless given, those that the
+            replica was made for.
+        buffers_later: Leave each rank's buffers as its own forward passes made them. Call
+            `world.sync_buffers(model)` before they are used; until then an evaluation differs
+            between ranks. Otherwise every rank has the first rank's buffers after the step.
 
     Raises:
         OutOfMemoryError: on all ranks; nothing has moved. Replicate the model anew.
+        TrainedParametersError: `requires_grad` changed after the model was replicated; nothing
+            has moved. On all ranks with `agree_on_memory`, else on the rank that saw it.
     """
     totals = all_weights(weights, batch, world, seed, leaf_sum) if weights else {}
-    work = _Backward(loss, model, batch, world, totals, seed, autocast, scaler, leaf_sum)
+    trained = trained or (leaf_sum.trained if leaf_sum else trained_parameters(model))
+    work = _Backward(loss, model, batch, world, totals, seed, autocast, scaler, leaf_sum, trained)
     moved = [p for group in optimizer.param_groups for p in group["params"]]  # no walk of modules
     for parameter in moved:
         parameter.grad = None  # or what half a step, or another network's loss, left would add
@@ -112,6 +131,8 @@ def train_step(
         move(optimizer, grads, divisor, report, broken)
     late_compiler.drop_gradients(optimizer, moved)
     end_step(model)
+    if not (buffers_later or leaf_sum):  # exact mode merges the statistics of all ranks itself
+        sync_buffers(model, world)
     return report
 
 
@@ -128,6 +149,7 @@ class _Backward:
     autocast: AbstractContextManager[Any] | None
     scaler: GradScaler | None
     leaf_sum: LeafSum | None
+    trained: TrainedParameters | None
 
     @weights_cast_once()
     def __call__(self) -> tuple[list[Tensor], list[str], float | None]:
@@ -154,6 +176,8 @@ class _Backward:
                 self.go_back(own, meeting)
             rows.append(row_of(own, names))
             units = None if units is None or isinstance(own.weight, Tensor) else units + own.weight
+        if self.trained:  # first: what it finds may be why an exchange is incomplete
+            self.trained.check()
         check_exchanged(self.model)
         return rows, names, units
 

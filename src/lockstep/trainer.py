@@ -28,13 +28,14 @@ from lockstep.errors import (
     ConfigError,
     LockstepError,
     OutOfMemoryError,
+    TrainedParametersError,
     own_exit_code,
 )
 from lockstep.evaluation import evaluate
 from lockstep.memory import halve
 from lockstep.non_finite import LeftOut, is_finite
 from lockstep.numerics import raise_if_not_deterministic
-from lockstep.parallel import bare, follow_first
+from lockstep.parallel import bare, sync_buffers
 from lockstep.progress import StepReport
 from lockstep.record import Record
 from lockstep.runtime import World
@@ -114,6 +115,8 @@ class Trainer:
         signals.unsaved = self._unsaved
         signals.is_quiet = not run.world.is_first
         self._num_new, self._again = 0, False
+        self._num_followed = 0
+        """How often the step under way was taken again for other trained parameters."""
         self._began = self._step_began = time.monotonic()
         stack.push(self._say_where)
 
@@ -161,12 +164,15 @@ class Trainer:
     def step(self, batch: StepBatch) -> None:
         """Take a step with the run's own loss and settings, and count it. Collective.
 
-        What does not fit in memory is taken again in pieces of half the size.
+        What does not fit in memory is taken again in pieces of half the size. A step in which
+        `requires_grad` of a parameter changed is taken again with the model replicated for it.
         """
         run, config = self.run, self.run.config
         # A loss that compares samples would be another one for half of them.
         gathers = run.task.gathers and (run.world.size > 1 or not config.exact)
         talks = run.world.size > 1 and (config.sync_batch_norm or config.parallel == "fsdp")
+        agrees = config.on_out_of_memory == "halve" and not (gathers or talks)
+        too_large = ""
         try:
             report = train_step(
                 run.task.loss,
@@ -181,19 +187,39 @@ class Trainer:
                 scaler=run.scaler,
                 leaf_sum=run.leaf_sum,
                 broken=self.left_out.latch(),
-                agree_on_memory=config.on_out_of_memory == "halve" and not (gathers or talks),
+                agree_on_memory=agrees,
+                trained=run.trained,
+                buffers_later=True,
             )
         except OutOfMemoryError as error:
-            problem = error.problem
+            too_large = error.problem
+        except TrainedParametersError:
+            if run.world.size > 1 and not agrees:  # other ranks may know nothing of it
+                raise
         except RuntimeError as error:
             raise_if_not_deterministic(error)
             raise_if_out_of_reach(error)
             raise
         else:
+            self._num_followed = 0
             self.took(report, batch)
             return
-        halve(run, problem, self.events)  # out here: an error holds on to what filled the memory
-        self._again = True
+        # Out here: an error holds on to what filled the memory, and to the old replica.
+        if too_large:
+            halve(run, too_large, self.events)
+            self._again = True
+        else:
+            self._num_followed += 1
+            if self._num_followed > 1:
+                raise ConfigError(
+                    "requires_grad changes each time the loss is computed",
+                    "change it once, depending on context.step",
+                )
+            try:
+                self._follow_trained()
+            except LockstepError as error:
+                self._agree(error)  # the steps before are saved, and then this is raised
+            self.step(batch)
 
     def took(self, report: StepReport, batch: StepBatch) -> None:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
@@ -267,6 +293,7 @@ class Trainer:
                     except LockstepError as error:
                         self._agree(error)  # what was trained is saved, and then this is raised
                 if (saves or is_best) and not self.stopped_by:  # else `finish` saves
+                    self._agree(None)  # on the trained parameters, which a checkpoint names
                     self._save(is_best)
 
     def _fetch(self, batches: Iterator[StepBatch]) -> StepBatch | LockstepError | None:
@@ -280,16 +307,27 @@ class Trainer:
         """Return the exit code to stop with, or 0; raise on all ranks what one of them met."""
         problem = upcoming if isinstance(upcoming, LockstepError) else None
         world = self.run.world
-        votes = (problem is not None, *self.saver.votes)
-        stop, failed, lost, busy = world.all_max(self.signals.exit_code, *map(int, votes))
+        votes = (problem is not None, self.run.trained.have_changed, *self.saver.votes)
+        stop, failed, changed, lost, busy = world.all_max(self.signals.exit_code, *map(int, votes))
         self.saver.is_by_the_way = bool(failed)
         self.saver.heed(lost, busy)
+        if changed and not failed:
+            try:
+                self._follow_trained()
+            except LockstepError as error:
+                failed, problem = True, error
+                self.saver.is_by_the_way = True
         if failed:
             if self.saver.saved_step != self.run.progress.step:
                 self._save()  # the steps that were good are not lost
             self.saver.settle()
             raise_together(world, problem)
         return stop
+
+    def _follow_trained(self) -> None:
+        """Train the parameters that require a gradient now, and say so. Collective."""
+        changes = self.run.follow_trained()
+        self.events.write("trained_parameters", self.run.progress.step, message=changes)
 
     def _is_due(self, when: Cadence) -> bool:
         progress, per_epoch = self.run.progress, self.run.contract.plan.samples_per_epoch
@@ -328,7 +366,7 @@ class Trainer:
         began, step = time.monotonic(), run.progress.step
         is_idle = type(run.task).finish_evaluation is Task.finish_evaluation
         is_alike = run.task.calls_alike or is_idle
-        follow_first(model, run.world)
+        sync_buffers(model, run.world)
 
         def stop_code() -> int:
             return self.signals.exit_code

@@ -4,10 +4,11 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -147,10 +148,11 @@ else:
 """
 
 
-def start_ranks(script: str, *arguments: object) -> list[subprocess.Popen[str]]:
+@contextmanager
+def two_ranks(script: str, *arguments: object) -> Iterator[list[subprocess.Popen[str]]]:
     port = str(free_port())
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
+    ranks = [
         subprocess.Popen(
             [sys.executable, "-c", script, *map(str, arguments)],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -161,23 +163,25 @@ def start_ranks(script: str, *arguments: object) -> list[subprocess.Popen[str]]:
         )
         for rank in range(2)
     ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def test_a_script_that_trained_ends_without_a_word_on_stderr(tmp_path: Path) -> None:
-    ranks = start_ranks(TRAINS, tmp_path)
-    told = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
-    assert told == ["", ""]
+    with two_ranks(TRAINS, tmp_path) as ranks:
+        told = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], told
+        assert told == ["", ""]
 
 
 def test_a_rank_that_failed_does_not_wait_for_collectives_the_others_never_join() -> None:
-    first, second = start_ranks(FAILS)
-    try:
+    with two_ranks(FAILS) as (first, _):
         assert first.wait(LIMIT_S) == 1  # the group itself would wait for 600 s
-        assert "ValueError: a bug" in first.communicate()[1]
-    finally:
-        second.communicate(timeout=LIMIT_S)
-        first.kill()
-        first.wait()
+        assert first.stderr is not None
+        assert "ValueError: a bug" in first.stderr.read()
 
 

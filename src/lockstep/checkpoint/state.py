@@ -274,6 +274,19 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 kept[name] = torch.empty_like(like, dtype=was.dtype).copy_(was)
 
 
+def fit_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's saved state with as many parameter groups as `optimizer` has.
+
+    Groups that were added to it since the save keep their settings and have no state; those that
+    are still to be added to it are left out.
+    """
+    saved, now = state["param_groups"], optimizer.state_dict()["param_groups"]
+    groups = [*saved[: len(now)], *now[len(saved) :]]
+    kept = {index for group in saved[: len(now)] for index in group["params"]}
+    by_index = {index: of_one for index, of_one in state["state"].items() if index in kept}
+    return {**state, "state": by_index, "param_groups": groups}
+
+
 def _placed(value: Any, parameter: Tensor) -> Any:
     is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
     return cut_like(value, parameter) if is_alike else value

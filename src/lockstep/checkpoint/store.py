@@ -38,7 +38,7 @@ from lockstep.checkpoint.layout import Checkpoint as Checkpoint
 from lockstep.checkpoint.lock import FolderLock as FolderLock
 from lockstep.checkpoint.state import Share, load_model_state, load_optimizer, share_of, snapshot
 from lockstep.errors import CheckpointError, closest
-from lockstep.parallel import bare
+from lockstep.parallel import bare, sync_buffers
 from lockstep.runtime import World
 
 
@@ -194,7 +194,11 @@ class CheckpointStore:
         """Save the `state_dict()` of each object, from the first rank. Collective.
 
         For a loop of your own: `store.save_from(world, loader.step, model=model, ...)`.
+        Afterwards every rank has the first rank's buffers, as after a resume.
         """
+        for module in objects.values():
+            if isinstance(module, nn.Module):
+                sync_buffers(module, world)
 
         def save() -> None:
             parts = snapshot({n: bare(o).state_dict() for n, o in objects.items()}, world.is_first)

@@ -1,0 +1,99 @@
+"""Which parameters of a model are trained, and noticing that they are others.
+
+Owns: the comparison, and its words. Does not own: what follows from a change; a run replicates
+its model again (`setup.Run.follow_trained`), and a custom loop is told to.
+"""
+
+from collections.abc import Sequence
+from operator import is_
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError, TrainedParametersError
+
+MAX_NAMES_SHOWN = 8
+
+
+class TrainedParameters:
+    """The parameters that required a gradient when a model's gradient exchange was set up.
+
+    Only their gradients are exchanged between ranks. `requires_grad` may be changed at any time
+    afterwards; the gradients of a parameter that was frozen then would stay on each rank.
+
+    Args:
+        optimizer: To notice parameters that are added to it, or exchanged for others.
+        num_groups: How many parameter groups it must have before the next update.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None = None, num_groups: int = 0
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._num_groups = num_groups
+        self._parameters = list(model.parameters())
+        self._flags = [p.requires_grad for p in self._parameters]
+        self._optimized = self._optimized_now()
+        self.names = self._names_now()
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether other parameters are trained now. It takes 0.1 ms for 1,000 of them."""
+        optimized = self._optimized_now()
+        return (
+            [p.requires_grad for p in self._parameters] != self._flags
+            or len(optimized) != len(self._optimized)
+            or not all(map(is_, optimized, self._optimized))
+        )
+
+    def changes(self) -> tuple[list[str], list[str]]:
+        """Return the names that are trained now and were not, and those that no longer are."""
+        now = self._names_now()
+        return sorted(set(now) - set(self.names)), sorted(set(self.names) - set(now))
+
+    def check(self) -> None:
+        """Refuse a step whose gradients are not those that were exchanged.
+
+        Raises:
+            TrainedParametersError: other parameters are trained now.
+            ConfigError: the optimizer lacks parameter groups that it had at the checkpoint.
+        """
+        if self.have_changed:
+            raise TrainedParametersError(
+                "the trained parameters changed after the model was replicated "
+                f"({describe_changes(*self.changes())}), so ranks would not share all gradients",
+                "call model = world.replicate(model) after changing requires_grad; with a Trainer, "
+                "change it right after the step, and the next one follows",
+            )
+        if self._optimizer is not None and len(self._optimizer.param_groups) < self._num_groups:
+            raise ConfigError(
+                f"the optimizer had {self._num_groups} parameter groups at the checkpoint and has "
+                f"{len(self._optimizer.param_groups)} now: groups were added during the run",
+                "add them again before the first step after a resume, or in it: test for "
+                "`step >= 40`, not for `step == 40`",
+            )
+
+    def _names_now(self) -> list[str]:
+        return [name for name, p in self._model.named_parameters() if p.requires_grad]
+
+    def _optimized_now(self) -> list[Tensor]:
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        return [p for group in groups for p in group["params"]]
+
+
+def describe_changes(began: Sequence[str], ended: Sequence[str]) -> str:
+    """Say in a few words which parameters are trained now and which no longer are.
+
+    >>> describe_changes(["0.weight", "0.bias"], [])
+    'now trained: 0.weight, 0.bias'
+    """
+    said = [f"now trained: {list_names(began)}"] if began else []
+    said += [f"now frozen: {list_names(ended)}"] if ended else []
+    return "; ".join(said) or "other parameters in the optimizer"
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - MAX_NAMES_SHOWN
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
