@@ -9,7 +9,6 @@ same order, or the group waits for the one that did not.
 """
 
 import atexit
-import ctypes
 import datetime
 import logging
 import os
@@ -218,15 +217,13 @@ def _is_failing() -> bool:
 
 
 def _end_group() -> None:
-    """At exit: leave the group, or, if this rank has failed, end without waiting for the others."""
+    """At exit, leave the group; not if this rank has failed, and the others are elsewhere.
+
+    Leaving may wait for the other ranks (NCCL). They see a failed one end by its connections.
+    """
     own = _own_group()
-    if own is None or own.process != os.getpid():  # a child forked from a rank has its own end
-        return
-    if own.has_failed or _is_failing():
-        # A collective that other ranks never join would hold up the group's destructor until it
-        # times out. An object with one more reference than anyone knows of is never destroyed.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(own.group))
-    else:
+    is_here = own is not None and own.process == os.getpid()  # not in a child forked from a rank
+    if own is not None and is_here and not own.has_failed and not _is_failing():
         _leave_group()
 
 
