@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import check_weights
 from lockstep.sharding import cut_like, held
 
 
@@ -76,7 +77,13 @@ class Averages:
         """Take back what `state` returned.
 
         The average of a weight that was not trained at that time begins with the weight itself.
+
+        Raises:
+            CheckpointError: it is not an average of these weights.
         """
-        self.follow(also=state.keys())
+        named = dict(self._model.named_parameters())
+        saved = [name for name in named if name in state] if isinstance(state, Mapping) else []
+        check_weights(state, {name: named[name] for name in saved})
+        self.follow(also=saved)
         for name, source, copy in zip(self._names, self._sources, self.copies[decay], strict=True):
             copy.copy_(cut_like(state[name], copy) if name in state else source)

@@ -135,6 +135,8 @@ class RunConfig(BaseModel):
     resume: str = "auto"
     """`auto`: go on from the newest good checkpoint, if any. `never`: refuse a folder that holds
     one. `discard`: throw away what the folder holds. Or a checkpoint's path."""
+    allow_shared_folder: bool = False
+    """Write to an `output_dir` that every user can write to, or that belongs to another user."""
     accept_changes: bool = False
     """Go on from a checkpoint although batch, rate or data have changed since."""
 

@@ -7,6 +7,7 @@ LockstepError
 ├── DataError          a sample, a file or a folder cannot be used
 ├── NonFiniteError     the loss or the gradient stopped being a number
 ├── CheckpointError    a saved run cannot be read back, or does not belong to this one
+│   └── TakenOverError another run saves into this folder now
 └── FolderInUseError   a live run already writes here
 """
 
@@ -77,6 +78,10 @@ class OutOfMemoryError(LockstepError):
 
 class CheckpointError(LockstepError):
     """A saved run cannot be read back, or does not belong to this one."""
+
+
+class TakenOverError(CheckpointError):
+    """Another run has taken over the folder of checkpoints: this one may not save any more."""
 
 
 class FolderInUseError(LockstepError):

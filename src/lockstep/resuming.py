@@ -20,6 +20,7 @@ from lockstep.data.fingerprint import differences, take_print
 from lockstep.data.loader import plan_for
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.plan import BatchPlan, Contract, resume_contract, scaled_rate
+from lockstep.saved_run import check_saved_run
 
 BINDING: tuple[str, ...] = (
     "schedule",
@@ -44,7 +45,7 @@ def settled(config: RunConfig, store: CheckpointStore, job: str) -> RunConfig:
     To discard, or to go back, is a word for the first start. Until that has saved something,
     it is as if it had never been.
     """
-    newest = store.latest()[0] if config.resume != "auto" else None
+    newest = store.latest(check_saved_run)[0] if config.resume != "auto" else None
     theirs = newest.meta.get("job", "") if newest else None
     # A launch without an id is "none" on several machines, and more than that on one of them.
     is_its_own = theirs == job or (theirs and os.path.commonprefix([theirs, job]) == "none")
@@ -58,22 +59,24 @@ def choose_checkpoint(
     if resume == "discard":
         return None, []
     if resume not in ("auto", "never"):
-        return store.open(resume), []
-    checkpoint, rejected = store.latest()
-    if resume == "never" and (checkpoint or rejected):
-        found = checkpoint.path if checkpoint else rejected[0][0]
+        checkpoint = store.open(resume)
+        check_saved_run(checkpoint)
+        return checkpoint, []
+    newest, rejected = store.latest(check_saved_run)
+    if resume == "never" and (newest or rejected):
+        found = newest.path if newest else rejected[0][0]
         raise ConfigError(
             f"{found} is from an earlier run, and resume is 'never'",
             "resume=auto to go on with it, or another output_dir",
         )
     left = [(path, "set aside") for path in sorted(store.folder.glob("superseded_*"))]
-    if checkpoint is None and (rejected or left):  # killed while it went elsewhere, perhaps
+    if newest is None and (rejected or left):  # killed while it went elsewhere, perhaps
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected + left)
         raise CheckpointError(
             f"no checkpoint in {store.folder} is whole ({reasons})",
             "another output_dir, or the path of one to resume",
         )
-    return checkpoint, rejected
+    return newest, rejected
 
 
 def agree_on_contract(
@@ -244,7 +247,7 @@ def changed_settings(
         new = flat_settings(json.loads(json.dumps(task_settings)))
         names = [n for n in sorted(old.keys() | new.keys()) if not is_among(n, may_change)]
         pairs += [(f"task.{name}", old.get(name), new.get(name)) for name in names]
-    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+    return [f"{name} {old!s:.200} -> {new}" for name, old, new in pairs if old != new]
 
 
 def take_prints(

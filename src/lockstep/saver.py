@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.agreement import SAME_STATE, state_difference, together
 from lockstep.checkpoint import BackgroundWriter, Written, share_of, snapshot
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, ConfigError, TakenOverError
 from lockstep.parallel import bare, sync_buffers
 from lockstep.record import Record
 from lockstep.setup import Run
@@ -188,7 +188,9 @@ class Saver:
         self._commit = self.saved_step = None
         if self.run.world.is_first:
             self.run.store.sweep()
-        must = self.is_last or self.run.config.checkpoint.on_failed_save == "stop"
+        # A run that another one has replaced can never save again, whatever it was told.
+        is_over = self.is_last or isinstance(error, TakenOverError)
+        must = is_over or self.run.config.checkpoint.on_failed_save == "stop"
         if must and not self.is_by_the_way:
             raise error
         then = "" if self.is_by_the_way else "; the run goes on and tries again at the next save"

@@ -8,6 +8,7 @@ import gc
 import json
 import platform
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +29,11 @@ from lockstep.checkpoint import (
     fit_groups,
     load_model_state,
     load_optimizer,
+    load_scaler,
     snapshot,
 )
+from lockstep.checkpoint.layout import damaged
+from lockstep.checkpoint.manifest import shown
 from lockstep.config import RunConfig
 from lockstep.data.fingerprint import check_same_samples
 from lockstep.data.ledger import Ledger
@@ -38,6 +42,7 @@ from lockstep.data.reader import is_stream
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteError, own_exit_code
 from lockstep.exact import LeafSum
 from lockstep.numerics import fingerprint, settle_numerics
+from lockstep.observe.events import log_name
 from lockstep.parallel import Averaging, bare, replicate
 from lockstep.plan import Contract
 from lockstep.progress import Progress
@@ -53,7 +58,9 @@ from lockstep.resuming import (
     settled,
     take_prints,
 )
+from lockstep.run_files import refuse_link, refuse_shared, replace_text
 from lockstep.runtime import World, launched
+from lockstep.saved_run import check_saved_run, load_progress
 from lockstep.sharding import is_sharded, shard
 from lockstep.task import Task
 from lockstep.trained import TrainedParameters, describe_changes, list_names
@@ -233,11 +240,11 @@ class Run:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take back what `parts` returned; the task's own part came before the model."""
         self._restore_trained(checkpoint)
+        self._restore_weights(checkpoint)
         saved = checkpoint.load("optimizer")
         if len(saved["param_groups"]) > len(self.optimizer.param_groups):
             self.pending_optimizer = saved
-        self._restore_weights(checkpoint, fit_groups(self.optimizer, saved))
-        self.progress = Progress.from_state(checkpoint.load("progress"))
+        self.progress = load_progress(checkpoint)
         self.progress.consumed = self._consumed_now(checkpoint)
         self.loader.seek(self.progress.step, self.progress.consumed)
         self.resumed_from = checkpoint
@@ -248,10 +255,10 @@ class Run:
         Returns:
             Its step.
         """
-        checkpoint, _ = self.store.latest()
+        checkpoint, _ = self.store.latest(check_saved_run)
         if checkpoint is None:
             raise NonFiniteError("there is no checkpoint to rewind to", "checkpoint.every_steps")
-        self._restore_weights(checkpoint, fit_groups(self.optimizer, checkpoint.load("optimizer")))
+        self._restore_weights(checkpoint)
         return checkpoint.step
 
     def _restore_trained(self, checkpoint: Checkpoint) -> None:
@@ -274,10 +281,10 @@ class Run:
         for name, parameter in named.items():
             parameter.requires_grad_(name in then)
 
-    def _restore_weights(self, checkpoint: Checkpoint, optimizer: dict[str, Any]) -> None:
+    def _restore_weights(self, checkpoint: Checkpoint) -> None:
         """Take back model, optimizer, averages and scaler."""
         load_model_state(bare(self.model), checkpoint.load("model"))
-        self._load_optimizer(optimizer)
+        self._load_optimizer(checkpoint.load("optimizer"))
         for decay in self.config.averages:
             name = f"average_{decay}"
             saved = [p.partition("_")[2] for p in checkpoint.parts if p.startswith("average_")]
@@ -288,7 +295,7 @@ class Run:
                 )
             self.averages.load_state(decay, checkpoint.load(name))
         if self.scaler and "scaler" in checkpoint.parts:
-            self.scaler.load_state_dict(checkpoint.load("scaler"))
+            load_scaler(self.scaler, checkpoint.load("scaler"))
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """Take back the optimizer's state, but not silently its old settings."""
@@ -298,14 +305,14 @@ class Run:
             for group in self.optimizer.param_groups
         ]
         try:
-            load_optimizer(self.optimizer, state)
-        except (ValueError, KeyError) as error:
+            load_optimizer(self.optimizer, fit_groups(self.optimizer, state))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(
                 f"the optimizer's saved state does not fit: {error}",
-                "the same optimizer with the same parameter groups",
+                "use the same optimizer with the same parameter groups",
             ) from error
         for group, wanted in zip(self.optimizer.param_groups, asked, strict=True):
-            changed = {name: value for name, value in wanted.items() if group.get(name) != value}
+            changed = {n: value for n, value in wanted.items() if not _is_same(group.get(n), value)}
             if changed and not self.config.accept_changes:
                 old = ", ".join(f"{n} {group.get(n)} -> {value}" for n, value in changed.items())
                 raise ConfigError(
@@ -335,7 +342,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     settings = config.model_dump_json(exclude={"output_dir"}) + json.dumps(task.settings())
     check_alike("settings", settings, world)
     settle_numerics(config, world.device, stack)
-    together(world, lambda: _take_folder(folder, world, stack))
+    together(world, lambda: _take_folder(folder, config, world, stack))
     # Two streams: the held-out data do not depend on what the training data drew.
     seed_everything(world.device, config.seed, "training data")
     data = together(world, task.train_data)
@@ -371,7 +378,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
         ),
     )
     if checkpoint is not None:  # before the model: a vocabulary may size its embedding
-        together(world, lambda: task.load_state(checkpoint.load("task")))
+        together(world, lambda: _load_task_state(task, checkpoint))
 
     def build_loader() -> Loader:
         if is_stream(data) and (config.schedule.warmup_epochs or not config.checkpoint.every_steps):
@@ -393,7 +400,8 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
 
     loader = together(world, build_loader)
     loader.is_compared = loader.is_compared or not is_stream(data)
-    together(world, lambda: _settle_folder(folder, task, config, world))
+    together(world, lambda: _settle_folder(folder, task, config, world, store, checkpoint))
+    store.generation = world.all_max(store.generation)[0]
     seed_all(config.seed, "weights")
     model = together(world, task.build_model)
     if config.sync_batch_norm and world.size > 1:
@@ -451,6 +459,11 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     return run
 
 
+def is_in(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
+    """Say whether a checkpoint is the store's own of its step, not one from elsewhere."""
+    return checkpoint.path.resolve() == store.path(checkpoint.step).resolve()
+
+
 def _settle(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> None:
     """Make the checkpoint the run goes on from the newest here, with the names it was to have.
 
@@ -459,7 +472,7 @@ def _settle(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> Non
     """
     if not world.is_first:
         return
-    is_own = checkpoint.path.resolve() == store.path(checkpoint.step).resolve()
+    is_own = is_in(store, checkpoint)
     store.set_aside_after(checkpoint.step if is_own else -1)
     if not is_own:
         parts = {part: checkpoint.load(part) for part in checkpoint.parts}
@@ -468,16 +481,28 @@ def _settle(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> Non
         store.name(checkpoint.step, name)
 
 
-def _take_folder(folder: Path, world: World, stack: ExitStack) -> None:
-    """Lock the run's folder, on the first rank, until the run ends."""
+def _take_folder(folder: Path, config: RunConfig, world: World, stack: ExitStack) -> None:
+    """Lock the run's folder, on the first rank, until the run ends; refuse one that is not safe."""
+    refuse_link(folder, log_name(world.rank))
     if world.is_first:
+        refuse_shared(folder, config.allow_shared_folder)
         lock = FolderLock(folder)
         lock.acquire()
         stack.callback(lock.release)
 
 
-def _settle_folder(folder: Path, task: Task, config: RunConfig, world: World) -> None:
-    """Discard what is to be discarded and write the config down, now that the run will start."""
+def _settle_folder(
+    folder: Path,
+    task: Task,
+    config: RunConfig,
+    world: World,
+    store: CheckpointStore,
+    checkpoint: Checkpoint | None,
+) -> None:
+    """Take the folder over from earlier groups and write the config down: the run will start.
+
+    What is to be discarded is. From here on nobody else may save into the folder.
+    """
     if not world.is_first:
         return
     holds_run = (folder / "config.json").exists()
@@ -488,15 +513,38 @@ def _settle_folder(folder: Path, task: Task, config: RunConfig, world: World) ->
             "another output_dir, or remove them yourself",
         )
     try:
+        is_own = checkpoint is not None and is_in(store, checkpoint)
+        store.take_over(checkpoint.step if checkpoint and is_own else -1)
         if config.resume == "discard" and holds_run:
-            for name in ("checkpoints", "events", "samples", "tensorboard"):
+            store.clear()
+            for name in ("events", "samples", "tensorboard"):
                 if (folder / name).exists():
                     shutil.rmtree(folder / name)
         facts = {"task": task.settings(), "world_size": world.size, "versions": versions()}
         text = json.dumps({"config": config.model_dump(mode="json"), **facts}, indent=2)
-        (folder / "config.json").write_text(text + "\n")
+        replace_text(folder, "config.json", text + "\n")
     except OSError as error:
         raise CheckpointError(f"cannot prepare {folder}: {error}", "another output_dir") from error
+
+
+def _load_task_state(task: Task, checkpoint: Checkpoint) -> None:
+    """Give the task what it saved; what it cannot make sense of is the checkpoint's fault."""
+    state = checkpoint.load("task")
+    if not isinstance(state, Mapping):
+        raise damaged(checkpoint.path, f"manifest.json: skeletons.task is {shown(state)}")
+    try:
+        task.load_state(state)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: the task cannot load the state in skeletons.task: {error!r:.200}",
+            "resume with the code that saved it, or use an older checkpoint",
+        ) from error
+
+
+def _is_same(saved: Any, built: Any) -> bool:
+    """Say whether an optimizer has the same setting, a number or a tensor of the same value."""
+    plain = [v.tolist() if isinstance(v, Tensor) else v for v in (saved, built)]
+    return bool(plain[0] == plain[1])
 
 
 def _held_out(task: Task) -> Any:

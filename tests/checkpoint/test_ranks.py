@@ -18,6 +18,7 @@ from checkpoint_damage import digest, flip
 from torch import Tensor, nn
 
 from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
+from lockstep.checkpoint.generation import is_claim
 from lockstep.errors import LockstepError
 from lockstep.observe.events import EventLog
 from lockstep.task import Context
@@ -63,7 +64,8 @@ def store(folder: Path) -> CheckpointStore:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder / "checkpoints"))
+    found = sorted(os.listdir(folder / "checkpoints"))
+    return [name for name in found if not is_claim(name)]
 
 
 def content(folder: Path, step: int) -> dict[str, str]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
+from lockstep.checkpoint.generation import is_claim
 from lockstep.data.order import Ids, Leaf, Order, Shuffled, leaves_of
 from lockstep.errors import (
     CheckpointError,
@@ -96,7 +97,7 @@ def verdicts(folder: Path) -> list[str]:
 def files(folder: Path) -> dict[str, bytes]:
     """Return what the checkpoints consist of."""
     found = (path for path in (folder / "checkpoints").rglob("*") if path.is_file())
-    return {str(path): path.read_bytes() for path in found if path.name != "lock"}
+    return {str(path): path.read_bytes() for path in found if not is_claim(path.name)}
 
 
 # --- The same numbers everywhere --------------------------------------------------------

@@ -3,12 +3,12 @@
 Owns: how it looks. Does not own: any number.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.bench.report import Scaling
 from lockstep.observe.curves import FAINT, HELD_OUT, INK, TRAIN
+from lockstep.run_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,10 +30,9 @@ def draw_scaling(found: Scaling, path: Path) -> None:
     _draw_step(panels[1], found)
     if has_link:
         _draw_link(panels[2], found)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     FigureCanvasAgg(figure)
-    figure.savefig(aside, format="png")
-    os.replace(aside, path)
+    with replacing(path.parent, path.name) as file:
+        figure.savefig(file, format="png")
 
 
 def _draw_efficiency(axes: "Axes", found: Scaling) -> None:

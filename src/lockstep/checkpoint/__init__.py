@@ -12,6 +12,7 @@ from lockstep.checkpoint.state import fit_groups as fit_groups
 from lockstep.checkpoint.state import flatten as flatten
 from lockstep.checkpoint.state import load_model_state as load_model_state
 from lockstep.checkpoint.state import load_optimizer as load_optimizer
+from lockstep.checkpoint.state import load_scaler as load_scaler
 from lockstep.checkpoint.state import share_of as share_of
 from lockstep.checkpoint.state import snapshot as snapshot
 from lockstep.checkpoint.state import unflatten as unflatten

@@ -30,6 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lockstep.checkpoint.manifest import checked_manifest, read_json, shown
 from lockstep.checkpoint.state import FILE_DTYPES, RESERVED_NAME, Share, flatten, unflatten
 from lockstep.checkpoint.state import num_bytes as num_bytes
 from lockstep.errors import CheckpointError, closest
@@ -65,6 +66,8 @@ class Checkpoint:
     files: Mapping[str, tuple[int, str, str]] = field(repr=False)
     """Size in bytes, SHA-256 and part of each file."""
     skeletons: Mapping[str, Any] = field(repr=False)
+    generation: int = 0
+    """Which group of processes saved it; 0 if it was not counted."""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -140,7 +143,12 @@ def write_share(folder: Path, share: Share) -> dict[str, dict[str, Any]]:
 
 
 def write_manifest(
-    folder: Path, step: int, recipe: str, written: Written, meta: Mapping[str, Any]
+    folder: Path,
+    step: int,
+    recipe: str,
+    written: Written,
+    meta: Mapping[str, Any],
+    generation: int = 0,
 ) -> None:
     """Write and flush the manifest: the last file of a checkpoint."""
     is_shared = any("part" in facts for facts in written.files.values())
@@ -148,6 +156,7 @@ def write_manifest(
         "format_version": SHARED if is_shared else WHOLE,
         "step": step,
         "recipe": recipe,
+        **({"generation": generation} if generation else {}),
         "meta": meta,
         "files": written.files,
         "skeletons": written.skeletons,
@@ -162,14 +171,23 @@ def read_checkpoint(folder: Path, *, hashed: bool = True) -> Checkpoint:
     Raises:
         CheckpointError: says which file, and what is wrong with it.
     """
+    checkpoint = read_manifest(folder)
+    for name, (size_bytes, sha256, _) in checkpoint.files.items():
+        check_file(folder, name, size_bytes, sha256 if hashed else None)
+    return checkpoint
+
+
+def read_manifest(folder: Path) -> Checkpoint:
+    """Read a checkpoint's manifest without looking at the other files.
+
+    Raises:
+        CheckpointError: says which field is wrong, or that the manifest was changed.
+    """
     with _opened(folder, MANIFEST) as file:
         if (size_bytes := os.fstat(file.fileno()).st_size) > MAX_MANIFEST_BYTES:
             raise damaged(folder, f"{MANIFEST} has {size_bytes:,} bytes, more than any has")
         raw = file.read()
-    checkpoint = _parse_manifest(folder, raw)
-    for name, (size_bytes, sha256, _) in checkpoint.files.items():
-        check_file(folder, name, size_bytes, sha256 if hashed else None)
-    return checkpoint
+    return _parse_manifest(folder, raw)
 
 
 def check_file(folder: Path, name: str, size_bytes: int, sha256: str | None) -> None:
@@ -188,7 +206,9 @@ def check_file(folder: Path, name: str, size_bytes: int, sha256: str | None) -> 
 def plain_name(name: str) -> str:
     """Return a name that cannot lead out of its folder, or refuse it."""
     if not _PLAIN_NAME.fullmatch(name):
-        raise CheckpointError(f"{name!r} cannot name a file", "use letters, digits and . _ + = -")
+        raise CheckpointError(
+            f"{name!r:.120} cannot name a file", "use letters, digits and . _ + = -"
+        )
     return name
 
 
@@ -297,40 +317,42 @@ def _seal(manifest: Mapping[str, Any]) -> bytes:
 
 def _parse_manifest(folder: Path, raw: bytes) -> Checkpoint:
     try:
-        manifest = json.loads(raw)
-        version = manifest["format_version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise damaged(folder, f"{MANIFEST} is unreadable: {error!r}") from error
-    if version not in FORMAT_VERSIONS:
+        tree = read_json(raw)
+        version = tree["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(folder, f"{MANIFEST} is unreadable: {error!r:.200}") from error
+    if type(version) is not int or version not in FORMAT_VERSIONS:
         raise CheckpointError(
-            f"{folder} has format version {version!r}; this lockstep reads {WHOLE} and {SHARED}",
+            f"{folder} has format version {shown(version)}; this lockstep reads {WHOLE} and "
+            f"{SHARED}",
             "use the version of lockstep that wrote it",
         )
     seal = _SEAL.search(raw, max(0, len(raw) - 100))
     if not seal or hashlib.sha256(raw[: seal.start()]).hexdigest() != seal[1].decode():
         raise damaged(folder, f"hash mismatch in {MANIFEST}")
     try:
-        checkpoint = Checkpoint(
-            path=folder,
-            step=int(manifest["step"]),
-            recipe=str(manifest["recipe"]),
-            meta=dict(manifest["meta"]),
-            files={
-                plain_name(name): (
-                    int(facts["size_bytes"]),
-                    str(facts["sha256"]),
-                    str(facts["part"]) if version == SHARED else name.removesuffix(".safetensors"),
-                )
-                for name, facts in manifest["files"].items()
-            },
-            skeletons=dict(manifest["skeletons"]),
-        )
-        strangers = {part for _, _, part in checkpoint.files.values()} - set(checkpoint.parts)
-        whole = {file_name(part) for part in checkpoint.parts}
-        if strangers or (version == WHOLE and set(checkpoint.files) != whole):
-            raise ValueError("its files are not those of its parts")
-    except MALFORMED as error:
-        raise damaged(folder, f"{MANIFEST} is malformed: {error!r}") from error
+        manifest = checked_manifest(tree)
+        files = {}
+        for name, facts in manifest.files.items():
+            part = facts.part if version == SHARED else name.removesuffix(".safetensors")
+            if part not in manifest.skeletons:
+                raise ValueError(f"files.{shown(name)} belongs to no part in skeletons")
+            files[plain_name(name)] = (facts.size_bytes, facts.sha256, part)
+        whole = {file_name(part) for part in manifest.skeletons}
+        if version == WHOLE and set(files) != whole:
+            raise ValueError("files does not list one file for each part in skeletons")
+    except (ValueError, CheckpointError) as error:
+        said = error.problem if isinstance(error, CheckpointError) else error
+        raise damaged(folder, f"{MANIFEST} is malformed: {said}") from error
+    checkpoint = Checkpoint(
+        path=folder,
+        step=manifest.step,
+        recipe=manifest.recipe,
+        meta=manifest.meta,
+        files=files,
+        skeletons=manifest.skeletons,
+        generation=manifest.generation,
+    )
     named = STEP_FOLDER.fullmatch(folder.name)
     if named and int(named[1]) != checkpoint.step:
         raise damaged(folder, f"{MANIFEST} is that of step {checkpoint.step}")

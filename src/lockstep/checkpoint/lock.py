@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from lockstep.errors import CheckpointError, FolderInUseError
+from lockstep.run_files import open_to_update
 
 
 class FolderLock:
@@ -43,17 +44,16 @@ class FolderLock:
             CheckpointError: the file cannot be made, or its file system has no locks.
         """
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._key = self.path.resolve()
             if self._held.get(self._key) == os.getpid():
                 raise self._in_use(f"this very process, {os.getpid()}")
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._descriptor = open_to_update(self.path.parent, self.path.name)
             self._lock()
         except OSError as error:
-            raise CheckpointError(
-                f"cannot lock {self.path}: {error}",
-                "use a folder you may write to, on a file system with locks (Lustre: -o flock)",
-            ) from error
+            remedy = "use a folder you may write to, on a file system with locks (Lustre: -o flock)"
+            if self.path.is_symlink():
+                remedy = f"remove {self.path}: a run locks its own file and follows no link"
+            raise CheckpointError(f"cannot lock {self.path}: {error}", remedy) from error
         self._held[self._key] = os.getpid()
         me = {
             "host": socket.gethostname(),

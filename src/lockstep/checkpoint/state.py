@@ -226,6 +226,21 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         CheckpointError: with one line per difference.
     """
     expected: Mapping[str, Any] = model.state_dict()
+    check_weights(state, expected)
+    model.load_state_dict({name: cut_like(state[name], expected[name]) for name in expected})
+
+
+def check_weights(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Refuse saved weights that have not exactly the names, shapes and dtypes of the expected.
+
+    Raises:
+        CheckpointError: with one line per difference.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"the saved weights are a {_type_name(state)}, not tensors by name",
+            "use an older checkpoint, or copy this one again",
+        )
     differences = [f"missing     {name}" for name in expected if name not in state]
     differences += [f"unexpected  {name}" for name in state if name not in expected]
     for name in (name for name in expected if name in state):
@@ -240,7 +255,6 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             "the saved weights do not fit this model:\n    " + "\n    ".join(shown),
             "build the model with the settings stored in the checkpoint",
         )
-    model.load_state_dict({name: cut_like(state[name], expected[name]) for name in expected})
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -249,8 +263,9 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     Which kernels it runs stays as it was built: a file may come from another device.
 
     Raises:
-        ValueError: it has other parameter groups.
+        ValueError: it has other parameter groups, or is not the state of an optimizer.
     """
+    _check_optimizer_state(state, optimizer)
     # Before torch moves them to the device, which might not hold them whole.
     own = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     placed = {
@@ -279,12 +294,107 @@ def fit_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]
 
     Groups that were added to it since the save keep their settings and have no state; those that
     are still to be added to it are left out.
+
+    Raises:
+        ValueError: it is not the state of an optimizer.
     """
+    _check_optimizer_structure(state)
     saved, now = state["param_groups"], optimizer.state_dict()["param_groups"]
     groups = [*saved[: len(now)], *now[len(saved) :]]
     kept = {index for group in saved[: len(now)] for index in group["params"]}
     by_index = {index: of_one for index, of_one in state["state"].items() if index in kept}
     return {**state, "state": by_index, "param_groups": groups}
+
+
+def load_scaler(scaler: torch.amp.GradScaler, state: Any) -> None:
+    """Load the state of a loss scaler.
+
+    Raises:
+        CheckpointError: it is not one.
+    """
+    expected = scaler.state_dict()
+    is_right = isinstance(state, Mapping) and state.keys() == expected.keys()
+    if not is_right or not all(type(value) in (int, float) for value in state.values()):
+        raise CheckpointError(
+            "the saved state of the loss scaler (skeletons.scaler) does not hold "
+            f"{', '.join(expected)} as numbers",
+            "use an older checkpoint, or copy this one again",
+        )
+    scaler.load_state_dict(dict(state))
+
+
+SCALARS: Final = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers keep as one number for a parameter."""
+LIKE_PARAMETER: Final = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"}
+    | {"grad_avg", "acc_delta", "sum", "ax", "prev", "step_size"}
+)
+"""What torch's optimizers keep in the shape of a parameter."""
+OTHER_SHAPES: Final = ("Adafactor", "LBFGS")
+"""torch's optimizers whose state has shapes of its own."""
+
+
+def _check_optimizer_structure(state: Any) -> None:
+    """Refuse what does not have the shape of an optimizer's `state_dict`.
+
+    Raises:
+        ValueError: names the entry.
+    """
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        raise ValueError("skeletons.optimizer.state is not a dict")
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise ValueError("skeletons.optimizer.param_groups is not a list of dicts")
+    for number, group in enumerate(groups):
+        if not isinstance(group.get("params"), list):
+            raise ValueError(f"skeletons.optimizer.param_groups.{number}.params is not a list")
+    order = [index for group in groups for index in group["params"]]
+    if order != list(range(len(order))):
+        raise ValueError("skeletons.optimizer.param_groups does not count the parameters up")
+    for index, kept in state["state"].items():
+        if index not in range(len(order)) or not isinstance(kept, Mapping):
+            raise ValueError(f"skeletons.optimizer.state.{index} is not that of a parameter")
+
+
+def _check_optimizer_state(state: Any, optimizer: Optimizer) -> None:
+    """Refuse what `load_state_dict` would take and the next step could not use.
+
+    Raises:
+        ValueError: names the entry.
+    """
+    _check_optimizer_structure(state)
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim") and kind.__name__ not in OTHER_SHAPES:
+        for saved, built in zip(groups, optimizer.param_groups, strict=False):
+            if saved.keys() >= built.keys():  # else the user has changed the optimizer
+                _check_state_of_group(state["state"], saved["params"], built["params"])
+
+
+def _check_state_of_group(
+    state: Mapping[int, Mapping[str, Any]], indices: list[int], parameters: list[Tensor]
+) -> None:
+    """Compare what torch's own optimizer kept for each parameter with the parameter."""
+    names = None
+    for index, parameter in zip(indices, parameters, strict=False):
+        kept = state.get(index)
+        if kept is None:  # a parameter that has had no gradient yet
+            continue
+        where = f"skeletons.optimizer.state.{index}"
+        names = kept.keys() if names is None else names
+        if kept.keys() != names:
+            raise ValueError(f"{where} holds {', '.join(map(str, kept))}, others differ")
+        for name, value in kept.items():
+            shape = torch.Size() if name in SCALARS else parameter.shape
+            if name not in SCALARS | LIKE_PARAMETER:
+                is_right = True  # something of the user's own
+            elif isinstance(value, Tensor):
+                is_right = value.shape == shape and value.dtype != torch.bool
+            else:
+                is_right = value is None or (name in SCALARS and type(value) in (int, float))
+            if not is_right:
+                raise ValueError(
+                    f"{where}.{name} is {_describe(value)}, the parameter {_describe(parameter)}"
+                )
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:

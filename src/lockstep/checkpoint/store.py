@@ -8,14 +8,17 @@ which process saves; there is one writer, and `FolderLock` is how it makes sure.
       step_00000120/                            see layout.py
       checkpoint_epoch_10.pt -> step_00000120   an alias; what has one is kept
       superseded_1_step_00000200/               left behind when the run went back
+      generation_00000002.json                  which group of processes may save; generation.py
 
-What begins with a dot is unfinished work, and the next save removes it.
+What begins with a dot is unfinished work, and the next save removes it. A step folder may be a
+link, to a checkpoint that was moved to another disk: it is read like any other and never removed.
 """
 
 import itertools
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.agreement import together
+from lockstep.checkpoint import generation
 from lockstep.checkpoint.layout import (
     MANIFEST,
     STEP_FOLDER,
@@ -31,6 +35,7 @@ from lockstep.checkpoint.layout import (
     flush_folder,
     plain_name,
     read_checkpoint,
+    read_manifest,
     write_manifest,
     write_share,
 )
@@ -40,6 +45,9 @@ from lockstep.checkpoint.state import Share, load_model_state, load_optimizer, s
 from lockstep.errors import CheckpointError, closest
 from lockstep.parallel import bare, sync_buffers
 from lockstep.runtime import World
+
+_GENERATION = re.compile(r"\.g(\d+)$")
+"""At the end of the name of unfinished work: the generation it is of."""
 
 
 class CheckpointStore:
@@ -53,7 +61,12 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.recipe = recipe
+        self.generation = 0
+        """The number under which this group saves; 0 as long as it has not taken the folder over.
+        All ranks of a group have the same."""
         self._verified: dict[Path, tuple[object, ...]] = {}
+        self._replaceable: dict[Path, tuple[object, ...]] = {}
+        """What lay in the place of a checkpoint when its save began, and did not verify."""
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be."""
@@ -77,10 +90,11 @@ class CheckpointStore:
                     return final
                 parts = Written(share.skeletons, self.write_share(step, share))
             with self._reporting(step, sum(facts["size_bytes"] for facts in parts.files.values())):
-                write_manifest(aside, step, self.recipe, parts, meta)
+                write_manifest(aside, step, self.recipe, parts, meta, self.generation)
                 read_checkpoint(aside, hashed=False)  # each file was read back by who wrote it
-                if final.exists():  # and is damaged
-                    os.rename(final, final.with_name(f".rejected_{final.name}"))
+                self._raise_if_taken_over()
+                if os.path.lexists(final) and self._replaceable.get(final) == _fingerprint(final):
+                    os.rename(final, self._hidden("rejected", final.name))
                 os.rename(aside, final)
                 flush_folder(self.folder)
         finally:
@@ -93,10 +107,16 @@ class CheckpointStore:
         """Make room for the files of a checkpoint; say no if there is a valid one already."""
         if step < 0:
             raise CheckpointError(f"a run cannot be at step {step}", "count from 0")
+        final = self.path(step)
         with self._reporting(step, num_needed):
-            if self._is_saved(self.path(step)):
+            if not self.generation and generation.claims(self.folder):
+                self.take_over(max(self._accepted(), default=-1))  # a custom loop, after `fit`
+            self._raise_if_taken_over()
+            self.set_stale_aside()
+            if self._is_saved(final):
                 flush_folder(self.folder)  # a save that failed in its last moment had not
                 return False
+            self._replaceable = {final: _fingerprint(final)}
             self.sweep()
             self._aside(step).mkdir(parents=True)
             if not self._verified:
@@ -109,9 +129,12 @@ class CheckpointStore:
             return write_share(self._aside(step), share)
 
     def sweep(self) -> None:
-        """Remove what was begun and never committed."""
+        """Remove what this group, or one before it, began and never committed."""
         for kind in ("writing", "removing", "rejected", "naming"):
             for path in self.folder.glob(f".{kind}_*"):
+                whose = _GENERATION.search(path.name)
+                if whose and int(whose[1]) > self.generation:
+                    continue
                 if path.is_symlink():
                     with suppress(OSError):
                         path.unlink()
@@ -131,19 +154,27 @@ class CheckpointStore:
         if is_taken or alias == "lock" or STEP_FOLDER.fullmatch(alias):
             raise CheckpointError(f"{link} is not free to name a checkpoint", "use another name")
         try:
-            _point(link, target.name)
+            self._raise_if_taken_over()
+            self._point(link, target.name)
         except OSError as error:
             raise CheckpointError(f"cannot name {link}: {error}", "check the folder") from error
         return link
 
     def aliases(self) -> dict[str, str]:
         """Return each alias with the name of the folder it stands for."""
-        links = (e for e in self._entries() if e.is_symlink() and os.path.isdir(e.path))
+        links = (
+            entry
+            for entry in self._entries()
+            if entry.is_symlink()
+            and os.path.isdir(entry.path)
+            and not STEP_FOLDER.fullmatch(entry.name)
+        )
         return {link.name: os.path.basename(os.path.realpath(link.path)) for link in links}
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder, valid or not, in ascending order."""
-        names = (e.name for e in self._entries() if e.is_dir(follow_symlinks=False))
+        """Return the steps that have a folder or a link, valid or not, in ascending order."""
+        entries = self._entries()
+        names = (e.name for e in entries if e.is_symlink() or e.is_dir(follow_symlinks=False))
         return sorted(int(match[1]) for name in names if (match := STEP_FOLDER.fullmatch(name)))
 
     def verify(self, path: str | Path) -> None:
@@ -154,19 +185,29 @@ class CheckpointStore:
         """
         read_checkpoint(Path(path))
 
-    def latest(self) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    def latest(
+        self, check: Callable[[Checkpoint], None] = lambda checkpoint: None
+    ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
         """Return the newest checkpoint that verifies, and why each newer one was rejected.
 
-        None with a list that is not empty means that every one is damaged; a
-        run should say so and stop rather than start over.
+        One that a group saved after another had taken the folder over is rejected too. None with
+        a list that is not empty means that every one is damaged; a run should say so and stop
+        rather than start over.
+
+        Args:
+            check: Raises CheckpointError for one whose meta data the caller cannot use.
 
         Raises:
             CheckpointError: it belongs to another recipe.
         """
         rejected: list[tuple[Path, str]] = []
+        newest = self._newest_generation()
         for path in map(self.path, reversed(self.steps())):
             try:
                 checkpoint = read_checkpoint(path)
+                _raise_if_stale(checkpoint, newest)
+                if checkpoint.recipe == self.recipe:
+                    check(checkpoint)
             except CheckpointError as error:
                 rejected.append((path, error.problem))
             else:
@@ -227,6 +268,52 @@ class CheckpointStore:
                 target.load_state_dict(checkpoint.load(name))
         return checkpoint.step
 
+    def take_over(self, resumed_from: int = -1) -> int:
+        """Claim the folder for this group: earlier groups may not save into it any more.
+
+        Checkpoints up to the step `resumed_from` stay valid, by default none. Whatever else an
+        earlier group has saved, or saves from now on, is rejected by `latest` and set aside.
+
+        Returns:
+            The number of the claim, which every rank of the group needs as its `generation`.
+
+        Raises:
+            CheckpointError: the claim cannot be written.
+        """
+        try:
+            accepted = self._accepted()
+            steps = {step for step in accepted if step <= resumed_from}
+            steps |= {resumed_from} & set(self.steps())  # the user may have asked for a stale one
+            above = max([0, *accepted.values()])
+            self.generation = generation.claim(self.folder, above, steps).number
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot take over {self.folder}: {error}", "check the folder and its disk"
+            ) from error
+        return self.generation
+
+    def set_stale_aside(self) -> list[Path]:
+        """Rename what an earlier group saved after a later one had taken the folder over."""
+        newest = self._newest_generation()
+        stale = []
+        for step in self.steps() if newest else []:
+            with suppress(CheckpointError):  # damaged: a resume rejects it, a save replaces it
+                if _is_stale(read_manifest(self.path(step)), newest):
+                    stale.append(step)
+        return self._set_aside(stale)
+
+    def clear(self) -> None:
+        """Remove every checkpoint and name in the folder; what says who may save stays.
+
+        Raises:
+            OSError: something cannot be removed.
+        """
+        for entry in list(os.scandir(self.folder)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif not generation.is_claim(entry.name):
+                os.unlink(entry.path)
+
     def set_aside_after(self, step: int) -> list[Path]:
         """Rename every checkpoint newer than `step`, so that a rewound run does not meet them.
 
@@ -234,12 +321,16 @@ class CheckpointStore:
         the abandoned ones again at its next resume. They stay readable, and
         keep their aliases.
         """
+        return self._set_aside([newer for newer in self.steps() if newer > step])
+
+    def _set_aside(self, steps: list[int]) -> list[Path]:
         moved = []
-        newest_first = reversed([newer for newer in self.steps() if newer > step])
-        for old in map(self.path, newest_first):  # or a kill midway would leave the newest in place
+        # The newest first, or a kill midway would leave it in place.
+        for old in map(self.path, reversed(steps)):
             names = (old.with_name(f"superseded_{n}_{old.name}") for n in itertools.count(1))
-            new = next(name for name in names if not name.exists())
+            new = next(name for name in names if not os.path.lexists(name))
             try:
+                self._raise_if_taken_over()
                 os.rename(old, new)
                 flush_folder(self.folder)
             except OSError as error:
@@ -248,7 +339,9 @@ class CheckpointStore:
         try:
             self._follow_superseded()
         except OSError as error:
-            raise CheckpointError(f"cannot move names in {self.folder}: {error}", "them") from error
+            raise CheckpointError(
+                f"cannot move names in {self.folder}: {error}", "check the folder and its disk"
+            ) from error
         return moved
 
     def _follow_superseded(self) -> None:
@@ -256,12 +349,16 @@ class CheckpointStore:
         for link in self._entries():
             if not link.is_symlink() or os.path.exists(link.path):
                 continue
+            if STEP_FOLDER.fullmatch(
+                link.name
+            ):  # its disk is not there; nothing else stands for it
+                continue
             target = os.path.basename(os.readlink(link.path))
             if STEP_FOLDER.fullmatch(target):
                 aside = self.folder.glob(f"superseded_*_{target}")
                 newest = max(aside, key=lambda path: int(path.name.split("_")[1]), default=None)
                 if newest is not None:
-                    _point(self.folder / link.name, newest.name)
+                    self._point(self.folder / link.name, newest.name)
 
     def _entries(self) -> list[os.DirEntry[str]]:
         try:
@@ -285,7 +382,7 @@ class CheckpointStore:
         aliased = set(self.aliases().values())
         num_kept = 1
         for path in map(self.path, reversed(self.steps())):
-            if path == just_saved:
+            if path == just_saved or path.is_symlink():  # a link is the user's, and so is its disk
                 continue
             if num_kept < self.keep_last:
                 num_kept += self._is_verified(path)
@@ -293,7 +390,8 @@ class CheckpointStore:
                 # The new checkpoint is safe by now; a run does not end because an
                 # old one will not go. The next save tries again.
                 with suppress(OSError):
-                    hidden = path.with_name(f".removing_{path.name}")
+                    self._raise_if_taken_over()
+                    hidden = self._hidden("removing", path.name)
                     os.rename(path, hidden)
                     shutil.rmtree(hidden, ignore_errors=True)
 
@@ -309,7 +407,41 @@ class CheckpointStore:
         return True
 
     def _aside(self, step: int) -> Path:
-        return self.folder / f".writing_{self.path(step).name}"
+        return self._hidden("writing", self.path(step).name)
+
+    def _hidden(self, kind: str, name: str) -> Path:
+        """Return the name of unfinished work: of this group alone, if it has a number."""
+        whose = f".g{self.generation}" if self.generation else ""
+        return self.folder / f".{kind}_{name}{whose}"
+
+    def _point(self, link: Path, target: str) -> None:
+        """Make or move a symbolic link in one rename."""
+        fresh = self._hidden("naming", link.name)
+        fresh.unlink(missing_ok=True)
+        os.symlink(target, fresh)
+        os.replace(fresh, link)
+        flush_folder(link.parent)
+
+    def _raise_if_taken_over(self) -> None:
+        if self.generation:
+            generation.raise_if_taken_over(self.folder, self.generation)
+
+    def _newest_generation(self) -> generation.Generation | None:
+        try:
+            return generation.newest(self.folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot look into {self.folder}: {error}", "check it") from error
+
+    def _accepted(self) -> dict[int, int]:
+        """Return the steps whose manifests can be read and count, each with its generation."""
+        newest = self._newest_generation()
+        found = {}
+        for step in self.steps():
+            with suppress(CheckpointError):
+                checkpoint = read_manifest(self.path(step))
+                _raise_if_stale(checkpoint, newest)
+                found[step] = checkpoint.generation
+        return found
 
     @contextmanager
     def _reporting(self, step: int, num_needed: int = 0) -> Iterator[None]:
@@ -317,6 +449,8 @@ class CheckpointStore:
         try:
             yield
         except OSError as error:
+            with suppress(OSError):  # another group may have removed or made what was in the way
+                self._raise_if_taken_over()
             needed = f"{num_needed:,} bytes needed, " if num_needed else ""
             raise CheckpointError(
                 f"cannot save step {step} in {self.folder}: {error} "
@@ -342,13 +476,21 @@ class CheckpointStore:
         )
 
 
-def _point(link: Path, target: str) -> None:
-    """Make or move a symbolic link in one rename."""
-    fresh = link.with_name(f".naming_{link.name}")
-    fresh.unlink(missing_ok=True)
-    os.symlink(target, fresh)
-    os.replace(fresh, link)
-    flush_folder(link.parent)
+def _is_stale(checkpoint: Checkpoint, newest: generation.Generation | None) -> bool:
+    if newest is None or checkpoint.generation >= newest.number:
+        return False
+    return checkpoint.step not in newest.steps
+
+
+def _raise_if_stale(checkpoint: Checkpoint, newest: generation.Generation | None) -> None:
+    """Refuse a checkpoint that an earlier group saved after a later one had taken over."""
+    if newest is not None and _is_stale(checkpoint, newest):
+        raise CheckpointError(
+            f"{checkpoint.path}: saved by generation {checkpoint.generation} of this run, which "
+            f"generation {newest.number} had replaced at {newest.since} (process {newest.pid} on "
+            f"{newest.host})",
+            "use a checkpoint of the newest generation",
+        )
 
 
 def _flush_above(folder: Path) -> None:

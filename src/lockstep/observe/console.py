@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.observe.events import Event
+from lockstep.run_files import append_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -117,9 +118,7 @@ class Console:
         if self._log_file is None:
             return
         try:
-            self._log_file.parent.mkdir(parents=True, exist_ok=True)
-            with self._log_file.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text + "\n")
+            append_text(self._log_file.parent, self._log_file.name, text + "\n")
         except OSError as error:
             path, self._log_file = self._log_file, None
             self.note(f"warning: no log is kept in {path}: {error.strerror}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.observe.events import Event, read_events
+from lockstep.run_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,10 +76,9 @@ def draw_curves(folder: Path | str, path: Path | str) -> Path:
     )
 
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     FigureCanvasAgg(figure)
-    figure.savefig(aside, format="png")
-    os.replace(aside, path)
+    with replacing(path.parent, path.name) as file:
+        figure.savefig(file, format="png")
     return path
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError
+from lockstep.run_files import open_to_append, read_bytes
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -56,7 +57,7 @@ class EventLog:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.path = _log_path(folder, rank)
+        self.path = Path(folder, log_name(rank))
         self.listeners = list(listeners)
         self._clock = clock
         # Re-entrant: a listener may itself report something.
@@ -65,8 +66,7 @@ class EventLog:
         self._is_torn = False
         self._file: int | None = None
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._file = open_to_append(folder, log_name(rank))
             size_bytes = os.fstat(self._file).st_size
             self._is_torn = size_bytes > 0 and os.pread(self._file, 1, size_bytes - 1) != b"\n"
         except OSError as error:
@@ -131,14 +131,18 @@ def read_events(folder: Path | str, rank: int = 0, *, raw: bool = False) -> Even
     Raises:
         DataError: The folder holds no events of that rank.
     """
-    path = _log_path(folder, rank)
+    path = Path(folder, log_name(rank))
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(folder, log_name(rank)).split(b"\n")
     except FileNotFoundError:
         raise DataError(
             f"no events of rank {rank} in {folder}",
             f"name the folder of a run, the one that holds {path.parent.name}/{path.name}",
         ) from None
+    except OSError as error:
+        raise DataError(
+            f"cannot read the events of rank {rank}: {error}", f"look at {path}"
+        ) from error
     events = Events()
     for line in lines:
         # A file system that lost power may have left zeros in front of a whole line.
@@ -177,8 +181,9 @@ def _rewound(events: Events) -> Events:
     return kept
 
 
-def _log_path(folder: Path | str, rank: int) -> Path:
-    return Path(folder) / "events" / f"rank_{rank}.jsonl"
+def log_name(rank: int) -> str:
+    """Return the name of a rank's log, from the run's folder."""
+    return f"events/rank_{rank}.jsonl"
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lockstep.observe.curves import draw_curves
 from lockstep.observe.events import Event
+from lockstep.run_files import make_folder, read_bytes, replace_text
 
 Warn = Callable[[str], None]
 
@@ -214,10 +215,11 @@ class TensorBoardSink(Sink):
             from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
-        _wait_for_a_later_second(folder / "tensorboard")
+        own_folder = make_folder(folder, "tensorboard")
+        _wait_for_a_later_second(own_folder)
         # Purging hides this step and later ones. A run from the start hides all.
         first_step = 0 if resume_step is None else resume_step + 1
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self._writer: Any = SummaryWriter(str(own_folder), purge_step=first_step)
 
     @override
     def send(self, event: Event) -> None:
@@ -277,6 +279,7 @@ class WandbSink(Sink):
             finish_timeout=WANDB_TIMEOUT_S,  # also bounds the wait when the program exits
         )
 
+        make_folder(folder, "wandb")
         run_id = _wandb_id(folder, is_new=resume_step is None)
 
         def start(mode: Any) -> Any:
@@ -328,13 +331,11 @@ class WandbSink(Sink):
 
 
 def _wandb_id(folder: Path, *, is_new: bool) -> str:
-    path = folder / "wandb_id"
-    if not is_new and path.is_file():
-        return path.read_text().strip()
+    if not is_new:
+        with suppress(FileNotFoundError):
+            return read_bytes(folder, "wandb_id", max_bytes=1000).decode().strip()
     run_id = secrets.token_hex(4)
-    aside = path.with_suffix(".new")
-    aside.write_text(run_id + "\n")
-    os.replace(aside, path)
+    replace_text(folder, "wandb_id", run_id + "\n")
     return run_id
 
 

@@ -7,10 +7,10 @@ before this frame's (at an episode's first frame: the mean first action of train
 Both answer the very frames the policy answers. Pose errors are in standard deviations.
 """
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
+
+from lockstep.run_files import replacing
 
 Pairs = dict[str, tuple[Tensor, Tensor | float]]
 MOST_CURVES = 12
@@ -37,7 +37,7 @@ def measure_grippers(predicted: Tensor, target: Tensor, last: Tensor, mean: Tens
     }
 
 
-def draw_actions(predicted: Tensor, target: Tensor, title: str, path: Path) -> bool:
+def draw_actions(predicted: Tensor, target: Tensor, title: str, folder: str, name: str) -> bool:
     """Draw each column of (T, A) over time, truth and prediction; say whether it could be done."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -58,6 +58,6 @@ def draw_actions(predicted: Tensor, target: Tensor, title: str, path: Path) -> b
         if column == 0:
             axes.legend(fontsize=7)
     figure.suptitle(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with replacing(folder, name) as file:
+        figure.savefig(file, dpi=110, format="png")
     return True

@@ -284,16 +284,16 @@ class AtlasTask(Task):
         self, model: nn.Module, context: Context, folder: str
     ) -> Mapping[str, float | Path]:
         """Let the first rank draw one held-out episode's actions, predicted and recorded."""
-        path = Path(folder) / "samples" / f"step_{context.step:08d}.png"
+        name = f"samples/step_{context.step:08d}.png"
         drawn = False
         if context.world.is_first and self.held_out is not None:
             try:
-                drawn = self._draw(model, context.world, self.held_out, path)
+                drawn = self._draw(model, context.world, self.held_out, folder, name)
             except (OSError, DataError) as error:  # a full disk must not end the run
                 warnings.warn(f"the picture was not saved: {error}", stacklevel=2)
-        return {"actions": path} if any(context.world.all_max(int(drawn))) else {}
+        return {"actions": Path(folder, name)} if any(context.world.all_max(int(drawn))) else {}
 
-    def _draw(self, model: nn.Module, world: World, frames: Frames, path: Path) -> bool:
+    def _draw(self, model: nn.Module, world: World, frames: Frames, folder: str, name: str) -> bool:
         index = [i for i, (episode, _) in enumerate(frames.places) if episode == 0]
         predicted = []
         with evaluating(model):
@@ -304,7 +304,7 @@ class AtlasTask(Task):
         episode = frames.episodes[0]
         recorded = torch.from_numpy(episode.actions[: len(index)])
         title = f"{episode.folder.name}: {episode.instruction}"
-        return draw_actions(torch.cat(predicted), recorded, title, path)
+        return draw_actions(torch.cat(predicted), recorded, title, folder, name)
 
     # --- what a checkpoint remembers ----------------------------------------------------------
 

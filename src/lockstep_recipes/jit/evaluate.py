@@ -12,10 +12,8 @@ Shapes: B images, H image side, F features.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -26,6 +24,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lockstep.randomness import keyed_generator
+from lockstep.run_files import replacing
 from lockstep.runtime import World
 from lockstep_recipes.jit.inception import FidInception
 
@@ -266,17 +265,7 @@ def enlarge(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return images.repeat(zoom, axis=2).repeat(zoom, axis=3)
 
 
-def save_picture(path: Path, picture: NDArray[np.uint8]) -> None:
-    """Write a PNG aside and rename it, so that no one reads half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    Image.fromarray(picture).save(aside, format="PNG")
-    aside.replace(path)
-
-
-def save_text(path: Path, text: str) -> None:
-    """Write a text aside and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+def save_picture(folder: str, name: str, picture: NDArray[np.uint8]) -> None:
+    """Write a PNG into a run's folder, so that no one reads half of it."""
+    with replacing(folder, name) as file:
+        Image.fromarray(picture).save(file, format="PNG")

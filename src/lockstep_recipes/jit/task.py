@@ -25,6 +25,7 @@ from torch.optim import AdamW, Optimizer
 from lockstep.errors import ConfigError, DataError
 from lockstep.evaluation import evaluating
 from lockstep.randomness import seed_all, untouched
+from lockstep.run_files import replace_text
 from lockstep.task import Context, PartialLoss, Task
 from lockstep_recipes.jit import evaluate, text_pixels
 from lockstep_recipes.jit.data import (
@@ -328,10 +329,10 @@ class JiTTask(Task):
                 batches = self._samples(model, context, config.grid)
                 own = torch.cat([_no_images(config.image_size, world.device), *batches])
                 images = world.all_gather(own)
-                path = Path(folder) / "samples" / f"step_{context.step:08d}.png"
-                made["samples"] = path
+                name = f"samples/step_{context.step:08d}"
+                made["samples"] = Path(folder, f"{name}.png")
                 if world.is_first:
-                    self._draw(images, path)
+                    self._draw(images, folder, name)
             if not config.num_fid_samples:
                 return made
             self._features.to(world.device)
@@ -375,15 +376,15 @@ class JiTTask(Task):
 
         return evaluate.sample_share(draw, num, config.sample_batch_size, world)
 
-    def _draw(self, images: Tensor, path: Path) -> None:
+    def _draw(self, images: Tensor, folder: str, name: str) -> None:
         """Write the picture, and for texts what it says; a full disk must not end the run."""
         pixels = images.cpu().numpy()
         try:
             picture = evaluate.tile(evaluate.enlarge(pixels), self.num_classes)
-            evaluate.save_picture(path, picture)
+            evaluate.save_picture(folder, f"{name}.png", picture)
             if self.is_text:
                 texts = [text_pixels.decode(text_pixels.read_pixels(image)) for image in pixels]
-                evaluate.save_text(path.with_suffix(".txt"), "\n".join(texts) + "\n")
+                replace_text(folder, f"{name}.txt", "\n".join(texts) + "\n")
         except OSError as error:
             warnings.warn(f"the samples of this evaluation were not saved: {error}", stacklevel=2)
 

@@ -27,6 +27,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation import evaluating
 from lockstep.plan import Contract
 from lockstep.randomness import seed_all, untouched
+from lockstep.run_files import replace_text
 from lockstep.runtime import World
 from lockstep.task import Context, PartialLoss, Task
 from lockstep_recipes.protein import evaluate
@@ -403,9 +404,7 @@ class ProteinTask(Task):
         recoveries = world.all_gather(own.to(world.device)).flatten().cpu()
         said = world.all_texts("".join(texts))
         if world.is_first:
-            path = Path(folder) / "samples" / f"step_{context.step:08d}.fasta"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(said))
+            replace_text(folder, f"samples/step_{context.step:08d}.fasta", "".join(said))
         known = recoveries[recoveries.isfinite()]
         median = float(known.quantile(0.5)) if len(known) else math.nan
         return {**baselines, "design_recovery_median": median}

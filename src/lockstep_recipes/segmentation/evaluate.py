@@ -9,6 +9,7 @@ Shapes: H x W pixels, K classes.
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -119,8 +120,8 @@ def palette() -> NDArray[np.uint8]:
     return colours
 
 
-def draw_rows(rows: Sequence[tuple[NDArray[np.uint8], ...]], path: Path) -> None:
-    """Write a picture: one row per image, with its truth and its prediction in colours."""
+def draw_rows(rows: Sequence[tuple[NDArray[np.uint8], ...]], file: Path | BinaryIO) -> None:
+    """Write a PNG: one row per image, with its truth and its prediction in colours."""
     colours = palette()
     strips = []
     for image, *maps in rows:
@@ -128,5 +129,4 @@ def draw_rows(rows: Sequence[tuple[NDArray[np.uint8], ...]], path: Path) -> None
         strips.append(np.concatenate([np.pad(p, ((2, 2), (2, 2), (0, 0))) for p in parts], axis=1))
     width = max(strip.shape[1] for strip in strips)
     padded = [np.pad(s, ((0, 0), (0, width - s.shape[1]), (0, 0))) for s in strips]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.concatenate(padded)).save(path)
+    Image.fromarray(np.concatenate(padded)).save(file, format="PNG")

@@ -33,6 +33,7 @@ from lockstep.batch_norm import SyncBatchNorm
 from lockstep.errors import ConfigError, DataError
 from lockstep.evaluation import evaluating
 from lockstep.plan import Contract
+from lockstep.run_files import append_text, replacing
 from lockstep.runtime import World
 from lockstep.task import Context, PartialLoss, Task
 from lockstep_recipes.segmentation.data import (
@@ -287,14 +288,14 @@ class SegmentationTask(Task):
         self, model: nn.Module, context: Context, folder: str
     ) -> Mapping[str, float | Path]:
         """Let the first rank say the mIoU and draw predictions."""
-        path = Path(folder) / "samples" / f"step_{context.step:08d}.png"
+        name = f"samples/step_{context.step:08d}.png"
         if context.world.is_first:
-            self._say(self._miou, context.step, Path(folder))
+            self._say(self._miou, context.step, folder)
             if self.config.num_pictures:
-                self._draw(model, context.world, path)
-        return {"predictions": path} if self.config.num_pictures else {}
+                self._draw(model, context.world, folder, name)
+        return {"predictions": Path(folder, name)} if self.config.num_pictures else {}
 
-    def _say(self, miou: float, step: int, folder: Path) -> None:
+    def _say(self, miou: float, step: int, folder: str) -> None:
         """Print the origin's lines and keep them in `log.txt`."""
         epoch, began = step // self._steps_per_epoch, self._began
         self._began = time.monotonic()
@@ -302,10 +303,9 @@ class SegmentationTask(Task):
         with suppress(OSError):  # a closed output or a full disk must not end the run
             sys.stdout.write(f" * IOU_All {miou:.4f}\n{line}")
             sys.stdout.flush()
-            with (folder / "log.txt").open("a") as log:
-                log.write(line)
+            append_text(folder, "log.txt", line)
 
-    def _draw(self, model: nn.Module, world: World, path: Path) -> None:
+    def _draw(self, model: nn.Module, world: World, folder: str, name: str) -> None:
         """Write images, truths and predictions side by side; what fails must not end the run."""
         data = SegmentationData(self.listings[1], ("mask",))
         num = min(self.config.num_pictures, len(data))
@@ -323,7 +323,8 @@ class SegmentationTask(Task):
                 rows.append((np.asarray(image), planes["mask"], predicted))
         try:
             if rows:
-                draw_rows(rows, path)
+                with replacing(folder, name) as file:
+                    draw_rows(rows, file)
         except OSError as error:
             warnings.warn(f"the picture was not saved: {error}", stacklevel=2)
 

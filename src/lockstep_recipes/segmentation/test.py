@@ -94,10 +94,11 @@ def test_split(args: Namespace, world: World) -> dict[str, float]:
             if args.output:
                 mask = predicted.to(torch.uint8).cpu().numpy()
                 name = f"{listing.names[index]}.png"
+                for kind in ("pictures", "masks"):
+                    (args.output / kind).mkdir(parents=True, exist_ok=True)
                 draw_rows(
                     [(np.asarray(image), planes["mask"], mask)], args.output / "pictures" / name
                 )
-                (args.output / "masks").mkdir(parents=True, exist_ok=True)
                 Image.fromarray(mask).save(args.output / "masks" / name)
 
     together(world, look)  # what one rank cannot read, all say and leave
