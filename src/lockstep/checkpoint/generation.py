@@ -87,13 +87,17 @@ def claim(folder: Path, above: int, steps: Iterable[int]) -> Generation:
         OSError: the claim cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    is_mine = False
-    while not is_mine:
+    while True:
         number = max([above, *claims(folder)]) + 1
-        with suppress(FileExistsError):  # another group was faster
+        try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             os.close(os.open(folder / file_name(number), flags, 0o666))
-            is_mine = True
+        except FileExistsError:  # another group was faster
+            continue
+        if max(claims(folder), default=0) == number:
+            break
+        with suppress(FileNotFoundError):  # the number was another group's, and removed since
+            os.unlink(folder / file_name(number))
     since = datetime.now(UTC).isoformat(timespec="seconds")
     own = Generation(number, tuple(sorted(steps)), socket.gethostname(), os.getpid(), since)
     with replacing(folder, file_name(number)) as file:

@@ -82,13 +82,14 @@ class CheckpointStore:
         Raises:
             CheckpointError: nothing was committed and what was there is untouched.
         """
-        final, aside = self.path(step), self._aside(step)
+        final = self.path(step)
         try:
             if not isinstance(parts, Written):
                 share = share_of(parts)
                 if not self.begin(step, share.num_bytes):
                     return final
                 parts = Written(share.skeletons, self.write_share(step, share))
+            aside = self._aside(step)
             with self._reporting(step, sum(facts["size_bytes"] for facts in parts.files.values())):
                 write_manifest(aside, step, self.recipe, parts, meta, self.generation)
                 read_checkpoint(aside, hashed=False)  # each file was read back by who wrote it
@@ -98,7 +99,7 @@ class CheckpointStore:
                 os.rename(aside, final)
                 flush_folder(self.folder)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(self._aside(step), ignore_errors=True)
         self._verified[final] = _fingerprint(final)
         self._prune(final)
         return final
@@ -148,16 +149,18 @@ class CheckpointStore:
             CheckpointError: there is no such checkpoint, or the name belongs to something else.
         """
         link, target = self.folder / plain_name(alias), self.path(step)
-        if not target.is_dir():
-            raise self._not_found(target.name)
-        is_taken = os.path.lexists(link) and not link.is_symlink()
-        if is_taken or alias == "lock" or STEP_FOLDER.fullmatch(alias):
-            raise CheckpointError(f"{link} is not free to name a checkpoint", "use another name")
-        try:
-            self._raise_if_taken_over()
-            self._point(link, target.name)
-        except OSError as error:
-            raise CheckpointError(f"cannot name {link}: {error}", "check the folder") from error
+        self._raise_if_taken_over()
+        with self._blaming_the_next_group():
+            if not target.is_dir():
+                raise self._not_found(target.name)
+            is_taken = os.path.lexists(link) and not link.is_symlink()
+            if is_taken or alias == "lock" or STEP_FOLDER.fullmatch(alias):
+                problem = f"{link} is not free to name a checkpoint"
+                raise CheckpointError(problem, "use another name")
+            try:
+                self._point(link, target.name)
+            except OSError as error:
+                raise CheckpointError(f"cannot name {link}: {error}", "check the folder") from error
         return link
 
     def aliases(self) -> dict[str, str]:
@@ -389,8 +392,8 @@ class CheckpointStore:
             elif path.name not in aliased:
                 # The new checkpoint is safe by now; a run does not end because an
                 # old one will not go. The next save tries again.
+                self._raise_if_taken_over()
                 with suppress(OSError):
-                    self._raise_if_taken_over()
                     hidden = self._hidden("removing", path.name)
                     os.rename(path, hidden)
                     shutil.rmtree(hidden, ignore_errors=True)
@@ -423,8 +426,23 @@ class CheckpointStore:
         flush_folder(link.parent)
 
     def _raise_if_taken_over(self) -> None:
+        """Refuse to write once another group has taken the folder over."""
         if self.generation:
-            generation.raise_if_taken_over(self.folder, self.generation)
+            try:
+                generation.raise_if_taken_over(self.folder, self.generation)
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot look into {self.folder}: {error}", "check the folder and its disk"
+                ) from error
+
+    @contextmanager
+    def _blaming_the_next_group(self) -> Iterator[None]:
+        """Say of a failure that another group has taken over, which removes unfinished work."""
+        try:
+            yield
+        except CheckpointError:
+            self._raise_if_taken_over()
+            raise
 
     def _newest_generation(self) -> generation.Generation | None:
         try:
@@ -446,17 +464,16 @@ class CheckpointStore:
     @contextmanager
     def _reporting(self, step: int, num_needed: int = 0) -> Iterator[None]:
         """Turn what the disk says into an error with the numbers."""
-        try:
-            yield
-        except OSError as error:
-            with suppress(OSError):  # another group may have removed or made what was in the way
-                self._raise_if_taken_over()
-            needed = f"{num_needed:,} bytes needed, " if num_needed else ""
-            raise CheckpointError(
-                f"cannot save step {step} in {self.folder}: {error} "
-                f"({needed}{_free_bytes(self.folder)} free)",
-                "make room or save elsewhere; earlier checkpoints are untouched",
-            ) from error
+        with self._blaming_the_next_group():
+            try:
+                yield
+            except OSError as error:
+                needed = f"{num_needed:,} bytes needed, " if num_needed else ""
+                raise CheckpointError(
+                    f"cannot save step {step} in {self.folder}: {error} "
+                    f"({needed}{_free_bytes(self.folder)} free)",
+                    "make room or save elsewhere; earlier checkpoints are untouched",
+                ) from error
 
     def _of_this_recipe(self, checkpoint: Checkpoint) -> Checkpoint:
         if checkpoint.recipe != self.recipe:
