@@ -365,7 +365,7 @@ def _check_optimizer_state(state: Any, optimizer: Optimizer) -> None:
     _check_optimizer_structure(state)
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ not in OTHER_SHAPES:
-        for saved, built in zip(groups, optimizer.param_groups, strict=False):
+        for saved, built in zip(state["param_groups"], optimizer.param_groups, strict=False):
             if saved.keys() >= built.keys():  # else the user has changed the optimizer
                 _check_state_of_group(state["state"], saved["params"], built["params"])
 
