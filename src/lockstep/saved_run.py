@@ -46,9 +46,9 @@ class SavedPrint(BaseModel):
         for index, found in samples.items():
             if not (index.isascii() and index.isdigit() and len(index) < 19):
                 raise ValueError(f"{shown(index)} is not the number of a sample")
-            is_digest = len(found) == 3 and isinstance(found[0], str)
+            is_digest = 3 <= len(found) <= 4 and isinstance(found[0], str)
             if not is_digest or not all(_is_number(value) for value in found[1:]):
-                raise ValueError(f"{shown(index)} is not a digest and two numbers")
+                raise ValueError(f"{shown(index)} is not a digest and two or three numbers")
         return samples
 
 
@@ -70,6 +70,8 @@ class SavedMeta(BaseModel):
     numerics: dict[Text, str] = {}
     names: Annotated[list[Text], Field(max_length=MAX_NAMES)] = []
     metrics: dict[str, Any] = {}
+    trained: list[str] | None = None
+    trained_at_start: list[str] = []
 
 
 def check_saved_run(checkpoint: Checkpoint) -> None:
@@ -113,7 +115,7 @@ def _check_contract(contract: Mapping[str, Any]) -> None:
     plan = contract["plan"]
     _check_fields(BatchPlan, plan, "contract.plan")
     for name, value in plan.items():
-        lowest = 0 if name in ("halvings", "planned_for") else 1
+        lowest = 0 if name in ("halvings", "planned_for", "cut_for_ranks") else 1
         highest = MAX_HALVINGS if name == "halvings" else MAX_SAMPLES
         if not lowest <= value <= highest:
             raise ValueError(
