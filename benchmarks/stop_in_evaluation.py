@@ -223,6 +223,8 @@ def slurm(grace_s: int) -> Iterator[Way]:
         conf = cluster.dir / "etc" / "slurm.conf"
         conf.write_text(re.sub("KillWait=.*", f"KillWait={grace_s}", conf.read_text()))
         cluster.ask("scontrol", "reconfigure")
+        now = cluster.ask("scontrol", "show", "config")
+        assert re.search(rf"KillWait += {grace_s} sec", now), "SLURM has not taken the grace"
 
         def begin(folder: Path, evaluation_s: float) -> Any:
             folder.mkdir(parents=True, exist_ok=True)
