@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep import RunConfig, fit
+from lockstep import RunConfig, fit, read_events
 from lockstep.errors import LockstepError
 from lockstep.testing import TinyTask, run_ranks
 
@@ -208,8 +208,6 @@ def resumed(action: Callable[[], Any], output: Path) -> Outcome:
     if not told.exists():
         return Outcome("TRACEBACK", "the process died", 0.0, 0)
     outcome = Outcome(*json.loads(told.read_text()))
-    if outcome.kind == "trained on" and "passed over" in output.read_text():
-        outcome = outcome._replace(kind="fell back")
     if outcome.kind in ("refused", "trained on", "fell back"):
         if outcome.cpu_s > LIMIT_S:
             outcome = outcome._replace(kind="SLOW")
@@ -226,6 +224,11 @@ def attempt(source: Source, number: int, seed: int, folder: Path) -> tuple[list[
     done = mutate(place, f"{seed} {number}")
     accept = bool(number % 2)  # a user who accepts changes meets more of what is in a manifest
     outcome = resumed(lambda: train(place, 6, accept=accept), folder / f"output_{number}")
+    resumes = [
+        event["step"] for event in read_events(place, raw=True) if event["event"] == "resume"
+    ]
+    if outcome.kind == "trained on" and resumes == [2]:
+        outcome = outcome._replace(kind="fell back")
     (folder / f"output_{number}").unlink(missing_ok=True)
     (folder / f"output_{number}.json").unlink(missing_ok=True)
     return done, outcome

@@ -90,7 +90,8 @@ def first_fault(invalid: ValidationError) -> str:
     path = ".".join(shown(part) for part in fault["loc"]) or "it"
     if fault["type"] == "missing":
         return f"{path} is missing"
-    message = fault["msg"][:1].lower() + fault["msg"][1:]
+    message = fault["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
     return f"{path} is {shown(fault['input'])}: {message}"
 
 
@@ -128,10 +129,10 @@ def check_skeleton(skeleton: Any, path: str) -> None:
                     if not (isinstance(item, list) and len(item) == 2):
                         raise ValueError(f"{where} has {shown(item)} in place of a key and a value")
                     key, value = item
-                    if type(key) not in (str, int) or key in keys:
-                        raise ValueError(
-                            f"{where} has the key {shown(key)} twice or of a wrong type"
-                        )
+                    if type(key) not in (str, int):
+                        raise ValueError(f"{where} has {shown(key)} in place of a key")
+                    if key in keys:
+                        raise ValueError(f"{where} has the key {shown(key)} twice")
                     keys.add(key)
                     waiting.append((value, f"{where}.{shown(key)}"))
             case _:

@@ -65,6 +65,8 @@ class CheckpointStore:
         """The number under which this group saves; 0 as long as it has not taken the folder over.
         All ranks of a group have the same."""
         self._verified: dict[Path, tuple[object, ...]] = {}
+        self._committed: dict[Path, tuple[object, ...]] = {}
+        """What this store has saved itself."""
         self._replaceable: dict[Path, tuple[object, ...]] = {}
         """What lay in the place of a checkpoint when its save began, and did not verify."""
 
@@ -100,7 +102,7 @@ class CheckpointStore:
                 flush_folder(self.folder)
         finally:
             shutil.rmtree(self._aside(step), ignore_errors=True)
-        self._verified[final] = _fingerprint(final)
+        self._verified[final] = self._committed[final] = _fingerprint(final)
         self._prune(final)
         return final
 
@@ -298,10 +300,15 @@ class CheckpointStore:
     def set_stale_aside(self) -> list[Path]:
         """Rename what an earlier group saved after a later one had taken the folder over."""
         newest = self._newest_generation()
+        if newest is None:
+            return []
         stale = []
-        for step in self.steps() if newest else []:
+        for step in self.steps():
+            path = self.path(step)
+            if step in newest.steps or self._committed.get(path) == _fingerprint(path):
+                continue  # most of them, at every save: their manifests need not be read again
             with suppress(CheckpointError):  # damaged: a resume rejects it, a save replaces it
-                if _is_stale(read_manifest(self.path(step)), newest):
+                if _is_stale(read_manifest(path), newest):
                     stale.append(step)
         return self._set_aside(stale)
 
