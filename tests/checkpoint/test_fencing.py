@@ -14,7 +14,7 @@ from typing import Any
 import fencing
 import pytest
 import torch
-from checkpoint_damage import parts, save_shared
+from checkpoint_damage import is_right, killed, parts, save_shared
 
 from lockstep import CheckpointStore, RunConfig, fit
 from lockstep.checkpoint import generation
@@ -310,6 +310,30 @@ def test_of_twenty_groups_that_claim_together_each_has_a_number_of_its_own(tmp_p
     numbers = [int(line) for line in told.split()]
     assert len(set(numbers)) == 20
     assert generation.newest(tmp_path).number == max(numbers)  # type: ignore[union-attr]
+
+
+def test_a_take_over_killed_at_any_call_loses_nothing(tmp_path: Path) -> None:
+    def take_over_and_save() -> None:
+        store = CheckpointStore(folder, keep_last=2)
+        store.take_over(2)
+        store.save(3, parts(3), {})
+        store.name(3, "best_model.pt")
+
+    for last in range(1, 200, 3):
+        folder = tmp_path / str(last)
+        groups(folder)
+        if not killed(take_over_and_save, last, torn=bool(last % 2)):
+            break
+        checkpoint, rejected = CheckpointStore(folder).latest()
+        assert checkpoint is not None
+        assert (checkpoint.step in (2, 3), is_right(checkpoint), rejected) == (True, True, [])
+        store = CheckpointStore(folder, keep_last=2)
+        store.take_over(checkpoint.step)
+        store.save(4, parts(4), {})
+        assert store.latest()[0].step == 4  # type: ignore[union-attr]
+        assert [name for name in os.listdir(folder) if name.startswith(".")] == []
+        assert len(generation.claims(folder)) == 1
+    assert last > 30
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ from lockstep.errors import TakenOverError
 from lockstep.run_files import read_bytes, replacing
 
 _NAME: Final = re.compile(r"generation_(\d{8,18})\.json", re.ASCII)
+_ANY_NAME: Final = re.compile(r"\.?generation_(\d{8,18})\.json", re.ASCII)
+"""Claims, and what a group that was killed had begun to write."""
 MAX_BYTES: Final = 2**20
 
 
@@ -105,10 +107,11 @@ def claim(folder: Path, above: int, steps: Iterable[int]) -> Generation:
         file.flush()
         os.fsync(file.fileno())
     flush_folder(folder)
-    for older in claims(folder):
-        if older < number:
+    for name in os.listdir(folder):
+        older = _ANY_NAME.match(name)
+        if older and int(older[1]) < number:
             with suppress(OSError):
-                os.unlink(folder / file_name(older))
+                os.unlink(folder / name)
     return own
 
 
