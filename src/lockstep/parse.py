@@ -4,7 +4,7 @@ Owns: how `section.key=value` is read, and how a bad key or value is named. Does
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -80,8 +80,10 @@ def _check_storable(value: Any, path: tuple[int | str, ...]) -> None:
         fault = "is not UTF-8 text"
     if fault:
         raise ConfigError(f"{_dotted(path)}={shown(value)} {fault}", f"change {_dotted(path)}")
-    below = value.items() if isinstance(value, Mapping) else ()
-    if isinstance(value, list | tuple):
+    below: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        below = value.items()
+    elif isinstance(value, list | tuple):
         below = enumerate(value)
     for key, part in below:
         _check_storable(part, (*path, key))

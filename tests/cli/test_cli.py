@@ -94,10 +94,16 @@ def test_no_words_show_the_help_and_are_an_error(
 MISTAKES = {
     "an unknown verb": (["plna"], "Did you mean 'plan'"),
     "an unknown flag of a verb": (["plan", "--sampels", "3"], "--samples"),
-    "an unknown flag of a recipe": (["run", "jit", "--batch_sise", "3"], "try: --batch_size"),
+    "an unknown flag of a recipe": (
+        ["run", "jit", "--batch_sise", "3"],
+        "try: did you mean --batch_size?",
+    ),
     "a value that does not fit": (["run", "jit", "--batch_size", "many"], "--batch_size"),
-    "an unknown recipe": (["run", "nosuch"], "there is no recipe 'nosuch'\n  try: one of atlas"),
-    "a recipe misspelt": (["run", "jitt"], "try: jit"),
+    "an unknown recipe": (
+        ["run", "nosuch"],
+        "there is no recipe 'nosuch'\n  try: use one of atlas",
+    ),
+    "a recipe misspelt": (["run", "jitt"], "try: did you mean jit?"),
     "no processes": (["run", "jit", "--gpus", "0"], "--gpus 0 is not a number of processes"),
     "processes in words": (["run", "jit", "--gpus", "two"], "--gpus two is not a number"),
     "a batch larger than the data": (
@@ -146,7 +152,7 @@ def test_a_mistake_of_a_real_command_is_two_lines_on_stderr() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     names = "atlas, ctclip, jit, protein, segmentation"
-    assert done.stderr == f"lockstep: there is no recipe 'nosuch'\n  try: one of {names}\n"
+    assert done.stderr == f"lockstep: there is no recipe 'nosuch'\n  try: use one of {names}\n"
 
 
 # --- init --------------------------------------------------------------------

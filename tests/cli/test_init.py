@@ -216,7 +216,7 @@ def test_nothing_is_overwritten_unless_forced(kind: str, project: Path) -> None:
             subprocess.run(["bash", "-n", str(file)], check=True)
             assert os.access(file, os.X_OK)
         file.write_text("mine")
-    with pytest.raises(ConfigError, match="already\n  try: --force"):
+    with pytest.raises(ConfigError, match="already\n  try: pass --force"):
         init(kind, "train.py", [], force=False)
     assert {file.read_text() for file in files} == {"mine"}
     init(kind, "train.py", [], force=True)
@@ -240,7 +240,7 @@ def test_a_script_elsewhere_below_is_started_from_here(project: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "script", "said"),
     [
-        ("slrum", "train.py", "nothing to generate for 'slrum'\n  try: slurm"),
+        ("slrum", "train.py", "nothing to generate for 'slrum'\n  try: did you mean slurm?"),
         ("slurm", "/tmp/train.py", "/tmp/train.py is not below this folder"),
         ("slurm", "../train.py", "../train.py is not below this folder"),
     ],

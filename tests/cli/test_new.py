@@ -67,8 +67,8 @@ def test_it_is_short_and_a_project_that_is_there_is_left_alone(project: Path) ->
     assert len((project / "circles" / "train.py").read_text().splitlines()) < 70
     assert len((project / "circles" / "README.md").read_text().splitlines()) <= 12
     (project / "circles" / "train.py").write_text("mine")
-    with pytest.raises(ConfigError, match="exist already\n  try: --force"):
+    with pytest.raises(ConfigError, match="exist already\n  try: pass --force"):
         new("circles", force=False)
     assert (project / "circles" / "train.py").read_text() == "mine"
-    with pytest.raises(ConfigError, match="is no name for a project"):
+    with pytest.raises(ConfigError, match="is not a name for a project"):
         new("a b", force=False)

@@ -400,8 +400,8 @@ def test_a_log_is_followed_line_by_line_and_to_its_end_at_once(tmp_path: Path) -
         (("2", "nowhere.py"), "there is no script 'nowhere.py'"),
         (("2", "-m"), "-m without a module"),
         (("none", TRAIN), "--gpus none is not a number of processes"),
-        (("2", "--nodes=2", TRAIN), "--head '' is no HOST:PORT"),
-        (("2", "--nodes=2", "--head=a:b", TRAIN), "--head 'a:b' is no HOST:PORT"),
+        (("2", "--nodes=2", TRAIN), "--head '' is not HOST:PORT"),
+        (("2", "--nodes=2", "--head=a:b", TRAIN), "--head 'a:b' is not HOST:PORT"),
         (("2", "--nodes=2", "--node-rank=2", "--head=a:1", TRAIN), "--node-rank 2 of 2 nodes"),
     ],
 )

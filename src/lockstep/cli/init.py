@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.cli.new import Made, fill, write_all
-from lockstep.errors import ConfigError, closest, shown
+from lockstep.errors import ConfigError, closest, plain, shown
 from lockstep.text_input import check_line
 
 KINDS = {
@@ -41,7 +41,7 @@ def init(kind: str, script: str, args: Sequence[str], force: bool) -> list[str]:
         check_line("the script or argument", word)
     if Path(script).is_absolute() or ".." in Path(script).parts:
         raise ConfigError(
-            f"{shown(script)} is not below this folder", "run lockstep init where the script is"
+            f"{plain(script)} is not below this folder", "run lockstep init where the script is"
         )
     files, commands = _files(kind, script, args)
     said = write_all(files, force=force)

@@ -84,8 +84,10 @@ def read_command(
     while rest and re.match(r"[A-Za-z_][A-Za-z0-9_]*=", rest[0]):
         name, _, value = rest.pop(0).partition("=")
         own[name] = value
-    if not rest:
-        raise ConfigError("there is no command after --", "lockstep doctor -- torchrun train.py")
+    if not rest or not rest[0]:
+        raise ConfigError(
+            "there is no command after --", "write lockstep doctor -- torchrun train.py"
+        )
     env = {**env, **own}
     program, name = rest[0], Path(rest[0]).name
     remark = _find_program(program, env, folder)

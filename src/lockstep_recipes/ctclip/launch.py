@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import ConfigError, LaunchError, closest, shown
+from lockstep.errors import ConfigError, LaunchError, closest, plain, shown
 from lockstep.runtime import World, group_timeout_s, launched
 from lockstep.yaml_input import read_yaml_file
 from lockstep_recipes.command import Flags, finish
@@ -132,7 +132,7 @@ def check_file(path: Path, num_processes: int | None = None) -> str:
     if isinstance(kind, bool) or kind not in SUPPORTED:
         near = closest(str(kind), SUPPORTED) or "MULTI_GPU"
         raise ConfigError(
-            f"{shown(path)}: distributed_type {shown(kind)} is not supported",
+            f"{shown(path)}: distributed_type {plain(str(kind))} is not supported",
             f"write distributed_type: {near}",
         )
     precision = values.get("mixed_precision", "no")

@@ -441,8 +441,11 @@ def settings_file(values, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("training: {learning_rat: 1}", ["'training.learning_rat'", "try: learning_rate"]),
-        ("trainig: {}", ["unknown key 'trainig'", "try: training"]),
+        (
+            "training: {learning_rat: 1}",
+            ["'training.learning_rat'", "try: did you mean learning_rate?"],
+        ),
+        ("trainig: {}", ["unknown key 'trainig'", "try: did you mean training?"]),
         ("learning_rate: 2.5e-6", ["'learning_rate'", "try: training.learning_rate: 2.5e-06"]),
         ("training: {mixed_precision: no}", ["training.mixed_precision", "quote it"]),
         ("data: {batch_size: yes}", ["data.batch_size", "quote it"]),
@@ -522,7 +525,10 @@ def faults() -> dict[str, tuple[Callable[[Path], None], list[str]]]:
     return {
         "no JSON": (line("{volume"), ["is not JSON"]),
         "no report": (line('{"volume": "volume_00002.npy"}'), ["report", "Field required"]),
-        "a typing slip": (line(good + ', "intercep": 3}'), ["intercep", "try: intercept"]),
+        "a typing slip": (
+            line(good + ', "intercep": 3}'),
+            ["intercep", "try: did you mean intercept?"],
+        ),
         "labels": (line(good + ', "labels": [1, 0]}'), ["2 labels", "18 findings"]),
         "a label": (line(good + ', "labels": {"Cardiomegaly": 3}}'), ["Cardiomegaly 3"]),
         "prepared": (line(good + ', "prepared": true}'), ["called prepared"]),
@@ -572,7 +578,7 @@ def test_a_bad_volume_stops_all_ranks_once(command, tmp_path, settings_file) -> 
         ("distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2", ["3", "2 machines"]),
         ("distributed_type: MULTI_GPU", ["num_processes None"]),
         ("distributed_type: MULTI_GPU\nnum_processes: 4", ["says num_processes 4, the job has 2"]),
-        (": [", ["cannot be read"]),
+        (": [", ["is not YAML"]),
     ],
 )
 def test_a_bad_accelerate_file_is_named_before_it_is_used(text, words, tmp_path) -> None:
