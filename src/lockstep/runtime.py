@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket as GradBucket  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from lockstep import position
 from lockstep.detect import Launch, collective_timeout_s, detect_launch
 from lockstep.errors import LaunchError
 from lockstep.gradients import gather_over_ranks, sum_over_ranks
@@ -275,7 +276,9 @@ class World:
         if launch.size == 1:
             return cls(launch, place, None)
         seconds = group_timeout_s(DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+        position.own.begin_join()
         own, backend = _make_group(launch, place, seconds)
+        position.own.end_join()
         world = cls(launch, place, backend)
         world._made = own.group
         return world

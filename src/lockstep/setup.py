@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep import position
 from lockstep.agreement import check_alike, together
 from lockstep.average import Averages
 from lockstep.batch_norm import synchronise_batch_norm
@@ -336,6 +337,8 @@ class Run:
 
 def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Run:
     """Build the run, restored from its checkpoint where there is one. Collective."""
+    position.own.begin_run()
+    stack.callback(position.own.leave_run)
     stack.enter_context(own_exit_code())
     config = rehearsed(config)
     folder = Path(config.output_dir)

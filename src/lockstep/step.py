@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lockstep import late_compiler
+from lockstep import late_compiler, position
 from lockstep.data.loader import StepBatch
 from lockstep.data.reader import MicroBatch
 from lockstep.exact import LeafSum
@@ -133,6 +133,7 @@ def train_step(
     end_step(model)
     if not (buffers_later or leaf_sum):  # exact mode merges the statistics of all ranks itself
         sync_buffers(model, world)
+    position.own.reach(batch.step + 1)
     return report
 
 

@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+from lockstep import position
 from lockstep.agreement import (
     SAME_STATE,
     check_alike,
@@ -118,6 +119,7 @@ class Trainer:
         self._num_followed = 0
         """How often the step under way was taken again for other trained parameters."""
         self._began = self._step_began = time.monotonic()
+        position.own.reach(run.progress.step)
         stack.push(self._say_where)
 
     def steps(self) -> Iterator[StepBatch]:
@@ -244,6 +246,7 @@ class Trainer:
             run.progress.take(report, batch)
             run.averages.update(run.progress.step)
         self._num_new = run.progress.consumed - before
+        position.own.reach(run.progress.step)
         self.record.enter(batch)
 
     def finish(self) -> RunResult:
@@ -268,6 +271,7 @@ class Trainer:
             name = {code: number.name for number, code in EXIT_CODES.items()}[self.stopped_by]
             self.events.write("stop", step, reason=name, exit_code=self.stopped_by)
         self.events.write("run_end", step, seconds=time.monotonic() - self._began)
+        position.own.finish_run()
         StopSignals.left_with = self.stopped_by
         return RunResult(step, self.metrics, Path(self.run.config.output_dir), self.stopped_by)
 
@@ -451,5 +455,6 @@ class Trainer:
 
     def _say_where(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Note on whatever ends the run which rank met it, and when."""
+        position.own.leave_run()
         if error is not None:
             error.add_note(f"on rank {self.run.world.rank}, after step {self.run.progress.step}")

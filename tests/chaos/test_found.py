@@ -39,4 +39,4 @@ def test_a_rank_that_is_done_is_not_taken_down_piece_by_piece(tmp_path: Path) ->
 def test_a_rank_stopped_by_ctrl_c_before_it_trains_is_the_cause(tmp_path: Path) -> None:
     """It left no record, and the launch ended with 143: the code of the ranks ended after it."""
     assert ended_rank(tmp_path, "raise KeyboardInterrupt\n").returncode == 130
-    assert json.loads((tmp_path / "failure.json").read_text())["code"] == 130
+    assert json.loads((tmp_path / "end.json").read_text())["code"] == 130

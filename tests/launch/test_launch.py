@@ -19,8 +19,9 @@ from processes import HERE, LAUNCH, LAUNCH_AFRESH, Start, last_step, wait_until
 
 from lockstep.checkpoint import CheckpointStore
 from lockstep.errors import LaunchError
-from lockstep.launch import local, roll_call
-from lockstep.launch.local import follow_log, where_others_are
+from lockstep.launch import agent, roll_call
+from lockstep.launch.local import follow_log
+from lockstep.launch.ranks import Ranks
 from lockstep.testing import free_port, run_ranks
 
 TRAIN = HERE / "train_and_save.py"
@@ -98,7 +99,7 @@ def test_a_rank_that_leaves_is_not_taken_for_those_it_leaves_alone(
 ) -> None:
     launched = start(*LAUNCH, "2", TRAIN, tmp_path, "--fail_at=3", "--fail_with=200")
     assert launched.finish() == 200, launched.text
-    assert "lockstep: rank 0 ended with exit code 200\n" in launched.text, launched.text
+    assert "lockstep: rank 0 exited with code 200\n" in launched.text, launched.text
     assert "Traceback" not in launched.text, "rank 1 lost its peer, which is no cause"
 
 
@@ -134,11 +135,7 @@ while not os.path.exists("deaf"):
     time.sleep(0.01)
 raise ZeroDivisionError("the planted fault, no matter of timeout_s")
 """
-IMPATIENT = (  # torch waits 30 s before it kills
-    "from torch.multiprocessing.spawn import ProcessContext as P; "
-    "wait = P._join_procs_with_timeout; "
-    "P._join_procs_with_timeout = lambda ranks, seconds: wait(ranks, 1); "
-)
+IMPATIENT = "from lockstep.launch import agent; agent.PEERS_S = 1.0; "
 
 
 def test_a_rank_that_the_agent_had_to_kill_is_not_taken_for_the_cause(
@@ -198,8 +195,8 @@ def test_a_rank_whose_script_came_to_its_end_too_early_is_named(
 ) -> None:
     (tmp_path / "absent.py").write_text(ABSENT)
     launched = start(*LAUNCH, "2", tmp_path / "absent.py")
-    assert launched.finish() == 1, launched.text
-    assert "lockstep: rank 1 was not there: its script had come to its end" in launched.text
+    assert launched.finish() == 6, launched.text
+    assert f"lockstep: rank 1 on {socket.gethostname()} exited with code 0, before" in launched.text
 
 
 NO_ROOM = (  # as a full /dev/shm has it
@@ -219,7 +216,7 @@ def test_ranks_for_which_there_is_no_room_are_refused(tmp_path: Path, start: Sta
 def test_a_rank_that_is_stuck_alone_on_its_machine_is_told_of_there(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "LEFT_S", 0.5)
+    monkeypatch.setattr(agent, "LEFT_S", 0.5)
     script = tmp_path / "stuck.py"
     where = STUCK.replace('os.environ["RANK"] == "1"', 'os.environ["IS_STUCK"] == "yes"')
     script.write_text(where.replace("SIG_IGN", "SIG_DFL"))
@@ -242,12 +239,7 @@ def test_a_rank_that_ends_before_it_is_asked_does_not_end_the_launcher(tmp_path:
     gone.wait()
     (tmp_path / "place.txt").touch()
     processes = [SimpleNamespace(pid=gone.pid, exitcode=None)]  # it was a moment ago
-    context = SimpleNamespace(
-        error_files={0: str(tmp_path / "error.json")},
-        _pc=SimpleNamespace(processes=processes),
-        _return_values={},
-    )
-    said = where_others_are(context, 1, [-signal.SIGABRT])
+    said = Ranks(processes, [tmp_path], first=1).where()  # type: ignore[arg-type]
     assert said.splitlines()[0] == "lockstep: rank 1 had not ended; it was at"
 
 
@@ -262,7 +254,7 @@ def test_killed_ranks_go_on_and_end_with_the_same_weights(tmp_path: Path, start:
         assert pid not in seen, "a new process after each kill"
         seen.add(pid)
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda n=kill + 1: hit.text.count("was ended by SIGKILL") == n, "the news")  # type: ignore[misc]
+        wait_until(lambda n=kill + 1: hit.text.count("was killed by SIGKILL") == n, "the news")  # type: ignore[misc]
     assert straight.finish() == 0, straight.text
     assert hit.finish() == 0, hit.text
     assert weights(tmp_path / "hit") == weights(tmp_path / "straight")

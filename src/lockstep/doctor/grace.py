@@ -11,11 +11,15 @@ from lockstep.doctor.command import Command, batch_options
 from lockstep.doctor.findings import Findings
 from lockstep.doctor.report import Result, fail, ok, seconds_text, skip, warn
 from lockstep.errors import plain
-from lockstep.launch.slurm_text import UNLIMITED, parse_signal, parse_time_limit, run_command
-from lockstep.text_input import whole_number
+from lockstep.launch.slurm_text import (
+    KILL_WAIT_S,
+    UNLIMITED,
+    parse_kill_wait,
+    parse_signal,
+    parse_time_limit,
+    run_command,
+)
 
-KILL_WAIT_S = 30
-"""SLURM's default between SIGTERM and SIGKILL."""
 MARGIN_S = 5.0
 HEARD = ("TERM", "INT", "USR1", "HUP")
 """Signals on which a run saves and leaves."""
@@ -51,9 +55,7 @@ def grace_time(
     if not script and job:
         script = ask(["scontrol", "write", "batch_script", job, "-"])
         options = batch_options(script)
-    config = ask(["scontrol", "show", "config"])
-    told = re.search(r"^KillWait[ \t]*=[ \t]*([0-9]+)", config, re.MULTILINE)
-    kill_wait = whole_number(told[1]) if told else None
+    kill_wait = parse_kill_wait(ask(["scontrol", "show", "config"]))
     known = "" if kill_wait is not None else " (SLURM's default: the cluster's is not known)"
     kill_wait = KILL_WAIT_S if kill_wait is None else kill_wait
     until = _time_limit(options.get("time", options.get("t", "")))

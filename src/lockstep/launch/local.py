@@ -1,18 +1,16 @@
 """Run a script on the processes of this machine, alone or as one of several, on torch's agent.
 
-Owns: the agent's settings, what is said when a rank fails, when not to try again, the
-exit code. Does not own: starting and restarting (torch's elastic agent does), what a
-rank does (`worker.py`).
+Owns: the agent's settings, the process that forks the ranks, the exit code. Does not own:
+starting, watching and restarting ranks (`agent.py`), signals (`stopping.py`), what a rank does
+(`worker.py`).
 
 Workers are forked from a process that has imported torch, so that a restart costs tenths
 of a second. That process watches the launcher: without it, it ends, and the workers with it.
 """
 
-import json
 import logging
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
@@ -20,39 +18,29 @@ import threading
 import time
 import types
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
-from multiprocessing import connection, forkserver, resource_tracker
-from pathlib import Path
-from typing import Any, TextIO
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.errors import LaunchError, shown
 from lockstep.launch.roll_call import call_roll, own_address, parse_head
-from lockstep.launch.worker import PLACE, RECORD, check_script, identity_of, work
+from lockstep.launch.stopping import Stopped, StopRequest
+from lockstep.launch.worker import check_script, work
 from lockstep.text_input import LARGEST
 
-CRASH_LOOP = 3
-"""So many times the same error at the same step, and it is not tried again."""
-EXIT_CRASH_LOOP = 4
-FINAL_CODES = {2, 3, 129, 130, 138, 143}
-"""A request that cannot work, a loss that is no number, a stop that was asked for: all are
-as true the second time."""
+if TYPE_CHECKING:
+    from lockstep.launch.agent import Agent
+
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Passed on to every rank; SLURM announces the time limit with SIGUSR1."""
-SHUTDOWN_S = 90
-"""How long ranks that were told to stop may save; who signals twice need not wait."""
 MONITOR_S = 0.02
 ANSWER_S = 0.5
-"""How long a rank may take to write down where it is."""
-FRAMES = 6
+"""How long another machine may take to answer before the launcher looks after its own ranks."""
 MAX_NODES = 65_536
 """What SLURM takes, too."""
-LEFT_S = 15.0
-"""Ranks whose machine was left alone notice it, and end. Those that have not by then are stuck."""
 GOODBYE_S = 5.0
 """How long another machine may take to hear that this one leaves."""
 
@@ -82,14 +70,22 @@ def launch(command: LaunchRequest) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_each))
     # Who was told to ignore one (`nohup`, a shell's `&`) has ranks that ignore it, too.
     heard = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # none: `StopRequest` does
     if command.num_nodes > 1:  # restarted workers must not find the addresses of the dead
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with StopRequest(heard, os.environ, _kill_wait_s) as stop:
+        try:
+            return _launch(command, stop, heard)
+        except Stopped:  # before there was an agent
+            assert stop.requested is not None
+            return 128 + int(stop.requested)
+
+
+def _launch(command: LaunchRequest, stop: StopRequest, heard: Sequence[str]) -> int:
     with _as_nobody(), _held_back(heard):
         multiprocessing.set_forkserver_preload(preloaded(command.restarts))
         forkserver.ensure_running()  # it imports torch while we do
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     _shorten_pauses(command.num_nodes)
@@ -97,7 +93,9 @@ def launch(command: LaunchRequest) -> int:
     for chatty in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     _check_gpus(command.num_processes)
-    agent = _build_agent(command)
+    agent = _build_agent(command, stop)
+    if command.logs is None:
+        stop.log_folder = agent._logs_specs.root_log_dir
     try:
         with _as_nobody():
             result = agent.run()
@@ -106,8 +104,9 @@ def launch(command: LaunchRequest) -> int:
             f"the ranks cannot be started: {error}",
             "room in /dev/shm and in the temporary folder, more open files (ulimit -n)",
         ) from error
-    except SignalException as stopped:
-        return 128 + int(stopped.sigval)
+    except Stopped:
+        assert stop.requested is not None
+        return agent.code_after_stop(stop.requested)
     except RendezvousError:  # one has given up for good, or is gone
         sys.stderr.write(
             f"lockstep: the {command.num_nodes} machines do not meet again\n"
@@ -122,6 +121,12 @@ def launch(command: LaunchRequest) -> int:
         if command.logs is None:
             shutil.rmtree(agent._logs_specs.root_log_dir, ignore_errors=True)  # a temporary folder
     return int(agent.exit_code) if result.is_failed() else 0
+
+
+def _kill_wait_s() -> float:
+    from lockstep.launch.slurm_text import kill_wait_s
+
+    return kill_wait_s()
 
 
 def preloaded(restarts: int) -> list[str]:
@@ -165,67 +170,12 @@ def _check_gpus(num_processes: int) -> None:
         )
 
 
-def _build_agent(command: LaunchRequest) -> Any:
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+def _build_agent(command: LaunchRequest, stop: StopRequest) -> "Agent":
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
-    class Agent(LocalElasticAgent):
-        """Torch's agent, which also knows why ranks fail and when to give up."""
-
-        exit_code = 0
-        store: object = None
-
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **settings)
-            self.seen: Counter[str] = Counter()
-            self.left_at, self.has_told = 0.0, False
-
-        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-            started: dict[int, Any] = super()._start_workers(worker_group)
-            spawned: Any = self._pcontext._pc  # type: ignore[union-attr]
-            spawned.join = partial(self._join, spawned.join, worker_group.workers[0].global_rank)
-            return started
-
-        def _join(self, join: Any, first: int, timeout: float | None = None) -> bool:
-            """Say why a rank failed before torch ends those that are left, which may take 30 s."""
-            context: Any = self._pcontext
-            alive = context._pc.sentinels
-            if alive and not connection.wait(alive, timeout):
-                return False  # what ends from here on is seen the next time
-            ended = [process.exitcode or 0 for process in context._pc.processes]
-            if any(ended):
-                others = where_others_are(context, first, ended)
-                self._take_note(first_failure(context, first, ended))
-                sys.stderr.write(others)
-                sys.stderr.flush()
-            return bool(join(timeout))
-
-        def _monitor_workers(self, worker_group: Any) -> RunResult:
-            handler = worker_group.spec.rdzv_handler
-            if command.num_nodes > 1 and not self.has_told and handler.is_closed():
-                self.left_at = self.left_at or time.monotonic()
-                self.has_told = time.monotonic() - self.left_at > LEFT_S
-                if self.has_told:
-                    there = where_ranks_are(self._pcontext, worker_group.workers[0].global_rank)
-                    sys.stderr.write(f"lockstep: other machines have ended\n{there}")
-                    sys.stderr.flush()
-            result: RunResult = super()._monitor_workers(worker_group)
-            return result
-
-        def _take_note(self, failure: Failure) -> None:
-            """Say what happened, and decide whether to try again."""
-            self.exit_code = failure.code
-            self.seen[failure.identity] += 1
-            is_loop = bool(failure.identity) and self.seen[failure.identity] >= CRASH_LOOP
-            if failure.code in FINAL_CODES:
-                self._remaining_restarts = 0
-            elif is_loop:
-                self._remaining_restarts, self.exit_code = 0, EXIT_CRASH_LOOP
-            tries = self._remaining_restarts
-            sys.stderr.write(failure.text(tries, is_loop))
-            sys.stderr.flush()
+    from lockstep.launch.agent import Agent
 
     where, run_id, own = "localhost:0", uuid.uuid4().hex, "localhost"
     store: object = None
@@ -260,8 +210,7 @@ def _build_agent(command: LaunchRequest) -> Any:
     )
     others = range(1, command.num_processes)  # the first is heard as it is: `worker.keep_log`
     logs = DefaultLogsSpecs(command.logs, tee=dict.fromkeys(others, Std.ALL))
-    settings = _if_known(LocalElasticAgent, shutdown_timeout=SHUTDOWN_S)
-    agent = Agent(spec, logs, start_method="forkserver", **settings)
+    agent = Agent(spec, logs, stop=stop, num_nodes=command.num_nodes, start_method="forkserver")
     agent.store = store  # kept open as long as there is somebody to ask it
     return agent
 
@@ -288,14 +237,6 @@ def asked_beside(ask: Callable[[], int]) -> Callable[[], int]:
         return coming.pop().result() if coming[0].done() else 0
 
     return look
-
-
-def _if_known(kind: type, **settings: Any) -> dict[str, Any]:
-    """Return the settings that this version of torch lets us say."""
-    import inspect
-
-    known = inspect.signature(kind).parameters
-    return {name: value for name, value in settings.items() if name in known}
 
 
 def _shorten_pauses(num_nodes: int) -> None:
@@ -353,7 +294,7 @@ def _held_back(names: Sequence[str]) -> Iterator[None]:
     Ranks end with the one that forks them; they listen again (`worker.py`), also to what came
     before they did, and it leaves with us.
     """
-    numbers = [signal.Signals[name] for name in names if name != "SIGINT"]  # which it ignores
+    numbers = [signal.Signals[name] for name in names]
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         resource_tracker.ensure_running()  # it lets SIGTERM through again
@@ -361,103 +302,3 @@ def _held_back(names: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a group of ranks ended."""
-
-    rank: int
-    code: int
-    told: Mapping[str, Any] = field(default_factory=dict)
-    """What the rank left of its end, if it could."""
-    killed_by: str = ""
-    """The signal that ended it, if it could not."""
-
-    @property
-    def identity(self) -> str:
-        """What makes two failures the same; empty for one that left no error."""
-        error = self.told.get("error")
-        return identity_of(error, self.told["notes"]) if error else ""
-
-    def text(self, restarts_left: int, is_loop: bool) -> str:
-        """Say it, once, for all ranks; what a rank has said itself is not repeated."""
-        lines = []
-        if self.identity:
-            notes = [note.removeprefix(f"on rank {self.rank}, ") for note in self.told["notes"]]
-            where = ", ".join([f"rank {self.rank} on {self.told['host']}", *notes])
-            lines += [self.told["traceback"].rstrip(), f"lockstep: {where}: {self.told['error']}"]
-        elif self.killed_by:
-            why = ", as the kernel does when memory runs out" * (self.killed_by == "SIGKILL")
-            lines += [f"lockstep: rank {self.rank} was ended by {self.killed_by}{why}"]
-        elif self.code not in FINAL_CODES:
-            lines += [f"lockstep: rank {self.rank} ended with exit code {self.code}"]
-        if is_loop:
-            lines += [
-                f"lockstep: the same error {CRASH_LOOP} times in the same place; not trying again"
-            ]
-        elif restarts_left:
-            lines += [f"lockstep: all ranks start again ({restarts_left} times at most)"]
-        elif self.killed_by:
-            lines += ["  try: the same command again; it goes on from the newest checkpoint"]
-        return "".join(f"{line}\n" for line in lines)
-
-
-def first_failure(context: Any, first_rank: int, codes: Sequence[int]) -> Failure:
-    """Find the rank that failed before the others did, which failed because of it.
-
-    `codes` are the exit codes of before those that were left are ended.
-    """
-    for local, code in enumerate(codes):
-        if code < 0 and code != -signal.SIGTERM:
-            name = signal.Signals(-code).name
-            return Failure(first_rank + local, 128 - code, killed_by=name)
-    records = [read_record(Path(file).parent / RECORD) for file in context.error_files.values()]
-    told = min((r for r in records if r), key=lambda record: float(record["time"]), default=None)
-    if told is not None:
-        return Failure(told["rank"], told["code"], told)
-    local, code = next((n, code) for n, code in enumerate(codes) if code)
-    return Failure(first_rank + local, abs(code) + 128 * (code < 0))
-
-
-def where_others_are(context: Any, first_rank: int, codes: Sequence[int]) -> str:
-    """Say what the ranks that are left are at, if another has waited in vain and ended.
-
-    The one that nobody saw coming is among them, and it alone knows why.
-    """
-    files = context.error_files.values()
-    records = filter(None, (read_record(Path(file).parent / RECORD) for file in files))
-    in_vain = any(re.search("timed? ?out(?!_s)", record["error"], re.I) for record in records)
-    # NCCL's watchdog ends a process with SIGABRT.
-    return where_ranks_are(context, first_rank) if in_vain or -signal.SIGABRT in codes else ""
-
-
-def where_ranks_are(context: Any, first_rank: int) -> str:
-    """Ask the ranks that have not ended, and say it."""
-    folders = {local: Path(file).parent for local, file in context.error_files.items()}
-    left = {
-        first_rank + local: (process.pid, folders[local] / PLACE)
-        for local, process in enumerate(context._pc.processes)
-        if process.exitcode is None and (folders[local] / PLACE).exists()
-    }
-    for pid, _ in left.values():
-        with suppress(ProcessLookupError):  # it has ended since
-            os.kill(pid, signal.SIGUSR2)
-    time.sleep(ANSWER_S)
-    text = ""
-    for rank, (_, place) in left.items():
-        if rank - first_rank in context._return_values:
-            text += f"lockstep: rank {rank} was not there: its script had come to its end, with 0\n"
-            continue
-        frames = place.read_text().splitlines()[1 : 1 + FRAMES]
-        text += f"lockstep: rank {rank} had not ended; it was at\n"
-        text += "".join(f"{frame}\n" for frame in frames or ["  (no answer: stopped or gone)"])
-    return text
-
-
-def read_record(path: Path) -> dict[str, Any] | None:
-    """Return what a rank left behind, if it did."""
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return None

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lockstep.errors import LaunchError, plain, printable, shown
 from lockstep.launch import worker
-from lockstep.launch.local import CRASH_LOOP
+from lockstep.launch.failure import CRASH_LOOP
 from lockstep.launch.slurm_text import UNLIMITED, one_line, parse_time_limit, run_command
 from lockstep.text_input import LARGEST, check_line, whole_number
 

@@ -14,6 +14,9 @@ from lockstep.errors import shown
 from lockstep.text_input import whole_number
 
 UNLIMITED = ("UNLIMITED", "INFINITE")
+KILL_WAIT_S = 30
+"""SLURM's default between SIGTERM and SIGKILL."""
+ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,23 @@ def parse_signal(text: str) -> SignalOption | None:
     if number is not None and number in set(signal.Signals):
         name = signal.Signals(number).name
     return SignalOption("B" in (shape[1] or ""), name.upper().removeprefix("SIG"), seconds)
+
+
+def parse_kill_wait(config: str) -> int | None:
+    """Read the time between SIGTERM and SIGKILL from what `scontrol show config` prints.
+
+    >>> parse_kill_wait("KillWait                = 60 sec"), parse_kill_wait("")
+    (60, None)
+    """
+    found = re.search(r"^KillWait[ \t]*=[ \t]*([0-9]+)", config, re.MULTILINE)
+    return whole_number(found[1]) if found else None
+
+
+def kill_wait_s() -> float:
+    """Return the time between SLURM's SIGTERM and its SIGKILL; its default if it does not say."""
+    answer = run_command(["scontrol", "show", "config"], ANSWER_S)
+    known = parse_kill_wait(answer.out) if answer else None
+    return KILL_WAIT_S if known is None else known
 
 
 def one_line(text: str) -> str:

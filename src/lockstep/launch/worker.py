@@ -3,7 +3,7 @@
     srun python -m lockstep.launch.worker SCRIPT ...
 
 Owns: running a script as `python SCRIPT` would, ending with its launcher, leaving a
-record of an uncaught exception. Does not own: the group; the script joins it.
+record of how it ended. Does not own: the group; the script joins it.
 """
 
 import atexit
@@ -20,15 +20,20 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from lockstep import position
 from lockstep.errors import LaunchError, LockstepError, shown
 from lockstep.signals import StopSignals
 
-RECORD = "failure.json"
+RECORD = "end.json"
+"""How a rank's script ended, and when."""
+POSITION = "position.bin"
+"""How far a rank has come; see `lockstep.position`."""
 PLACE = "place.txt"
 """Where a rank writes down what it is at, when its launcher asks with SIGUSR2."""
 FIRST_FAILURE = "LOCKSTEP_FIRST_FAILURE"
@@ -43,43 +48,44 @@ def work(*words: str) -> None:
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     if os.environ["LOCAL_RANK"] == "0":
         keep_log(folder)  # what copies it must not die of a signal to everyone
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the process that forked us holds some back
+    with suppress(OSError):  # without room for it, the run goes on, and its launcher knows less
+        position.own.share(folder / POSITION)
     faulthandler.register(signal.SIGUSR2, (folder / PLACE).open("w"), all_threads=False)
     own_process = os.getpid()
     leave = os._exit
 
     def exit_now(status: int) -> NoReturn:
         if os.getpid() == own_process:
-            if status and threading.current_thread() is not threading.main_thread():
-                leave_record(folder, status)  # `sys.exit` would end the thread alone
-                leave(status)
-            # The agent waits for a worker to return; one that is gone with 0, it takes for busy.
-            sys.exit(status)
+            if threading.current_thread() is threading.main_thread():
+                sys.exit(status)  # past what was registered with `atexit`
+            leave_record(folder, status)  # `sys.exit` would end the thread alone
         leave(status)
 
     os._exit = exit_now
     sys.excepthook = lambda kind, error, trace: leave_record(folder, code_of(error), error)
+    code = 0
     try:
+        # The process that forked us holds signals back. One may have come already.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         run_script(words)
     except SystemExit as finished:
         code = exit_code(finished)
-        if code:
-            leave_record(folder, code)
-        sys.exit(code)
     except KeyboardInterrupt:
-        leave_record(folder, 128 + signal.SIGINT)
-        sys.exit(128 + signal.SIGINT)
+        code = 128 + signal.SIGINT
     except BaseException as error:
-        leave_record(folder, code_of(error), error)
-        sys.exit(code_of(error))
-    finally:
-        from lockstep.runtime import let_gloo_finish
+        code = code_of(error)
+        leave_record(folder, code, error)
+    leave_record(folder, code)
+    from lockstep.runtime import let_gloo_finish
 
-        atexit.unregister(let_gloo_finish)  # this process does not take its interpreter down
-        atexit._run_exitfuncs()  # a forked process would leave them out, and W&B relies on them
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit = leave  # the process that forked us ends us by it: taking torch down is slow
+    atexit.unregister(let_gloo_finish)  # this process does not take its interpreter down
+    atexit._run_exitfuncs()  # a forked process would leave them out, and W&B relies on them
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit = leave  # the process that forked us ends us by it: taking torch down is slow
+    # Not `sys.exit(0)`, for which torch would keep this process alive until all ranks are done.
+    # Ended, it closes its connections, and a rank that still waits for it notices.
+    sys.exit(code or None)
 
 
 def keep_log(folder: Path) -> None:
@@ -172,7 +178,7 @@ def end_with_parent() -> None:
 
 
 def leave_record(folder: Path, code: int, error: BaseException | None = None) -> None:
-    """Leave how this rank failed, and when, for the launcher to find the first that did."""
+    """Leave how this rank ended, and when, for the launcher to find the first that failed."""
     told = {
         "time": time.time(),
         "rank": int(os.environ["RANK"]),

@@ -1,0 +1,179 @@
+"""Why a group of ranks ended, in words, and whether starting it again can help.
+
+Owns: finding the rank that failed first, naming it, and the exit codes that are final. Does not
+own: looking at the ranks (`ranks.py`), or starting them again (`agent.py`).
+"""
+
+import re
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.launch.ranks import Ranks
+from lockstep.launch.worker import identity_of
+from lockstep.signals import EXIT_CODES, EXIT_NOT_SAVED
+
+CRASH_LOOP = 3
+"""So many times the same failure at the same step, and it is not tried again."""
+EXIT_CRASH_LOOP = 4
+EXIT_EARLY = 6
+"""A rank's script ended with 0 while the others still needed it."""
+FINAL_CODES = {2, 3, EXIT_NOT_SAVED, EXIT_EARLY, *EXIT_CODES.values()}
+"""Not tried again: a request that cannot work, a non-finite loss, a script that ends too early on
+one rank, a stop that was asked for. The same would happen the second time."""
+RESUME = "start the same command again; it resumes from the newest checkpoint"
+LESS_MEMORY = "lower batch.batch_size or loader.num_workers, or ask for more memory"
+LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|timed? ?out(?!_s)", re.IGNORECASE)
+"""What torch says when another rank did not answer; `timeout_s` is a setting of ours."""
+TIMED_OUT = re.compile(r"timed? ?out(?!_s)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a group of ranks ended."""
+
+    rank: int
+    code: int
+    lines: tuple[str, ...] = ()
+    """What is said of it; nothing where the rank has said it itself."""
+    identity: str = ""
+    """What makes two failures the same; empty where that cannot be told."""
+    repeated: str = "the same error {times} times in the same place"
+    """What is said of so many of the same."""
+    remedy: str = ""
+
+    def text(self, restarts_left: int, is_loop: bool) -> str:
+        """Say it, once, for all ranks."""
+        lines = list(self.lines)
+        if is_loop:
+            lines.append(f"lockstep: {self.repeated.format(times=CRASH_LOOP)}; not trying again")
+        elif restarts_left:
+            lines.append(f"lockstep: all ranks start again ({restarts_left} times at most)")
+        if self.remedy and (is_loop or not restarts_left):
+            lines.append(f"  try: {self.remedy}")
+        return "".join(f"{line}\n" for line in lines)
+
+
+def find_failure(ranks: Ranks) -> Failure | None:
+    """Return why ranks have failed, or None while none has.
+
+    Call it before those that are left are ended: they would be taken for the cause.
+    """
+    failed = {local: code for local, code in enumerate(ranks.codes) if code}
+    if not failed:
+        return _abandoned(ranks) if ranks.is_abandoned else None
+    for local, code in failed.items():
+        if code < 0 and code != -signal.SIGTERM:
+            return killed(ranks, local, signal.Signals(-code))
+    records = ranks.records()
+    if records:
+        return _left_early(ranks, records[0]) or from_record(records[0])
+    local, code = next(iter(failed.items()))
+    return from_code(ranks.first + local, code if code > 0 else 128 - code)
+
+
+def from_record(record: Mapping[str, Any]) -> Failure:
+    """Return the failure of a rank that could say what happened to it."""
+    rank, code, error = record["rank"], record["code"], record["error"]
+    if not error:
+        return from_code(rank, code)
+    notes = [note.removeprefix(f"on rank {rank}, ") for note in record["notes"]]
+    where = ", ".join([f"rank {rank} on {record['host']}", *notes])
+    lines = (record["traceback"].rstrip(), f"lockstep: {where}: {error}")
+    return Failure(rank, code, lines, identity_of(error, record["notes"]))
+
+
+def from_code(rank: int, code: int) -> Failure:
+    """Return the failure of a rank of which only the exit code is known."""
+    if code in FINAL_CODES:  # the rank has said why
+        return Failure(rank, code)
+    return Failure(rank, code, (f"lockstep: rank {rank} exited with code {code}",))
+
+
+def killed(ranks: Ranks, local: int, number: signal.Signals) -> Failure:
+    """Return the failure of a rank that a signal ended."""
+    rank = ranks.first + local
+    position = ranks.position(local)
+    memory = ranks.memory.text(ranks.processes[local].pid or 0)
+    what = f"rank {rank} on {socket.gethostname()} was killed by {number.name}"
+    line = " ".join(filter(None, [f"lockstep: {what}", position.text()]))
+    line += f" ({memory})" if memory else ""
+    remedy = RESUME
+    if number == signal.SIGKILL:
+        was_out_of_memory = ranks.memory.was_out_of_memory
+        if was_out_of_memory:
+            line += "; the kernel's out-of-memory killer did it"
+            remedy = LESS_MEMORY
+        elif was_out_of_memory is None:
+            line += "; the kernel's out-of-memory killer may have done it"
+        else:
+            line += "; not by the kernel's out-of-memory killer, which has killed nothing here"
+    has_place = position.step is not None or position.has_begun
+    return Failure(
+        rank,
+        128 + number,
+        (line,),
+        identity=f"{number.name} {position.text()}" if has_place else "",
+        repeated=f"killed by {number.name} {{times}} times {position.text()}",
+        remedy=remedy,
+    )
+
+
+def _left_early(ranks: Ranks, failed: Mapping[str, Any]) -> Failure | None:
+    """Return the early exit of a rank that another has failed for, if there is one."""
+    error = failed["error"]
+    if not error:
+        return None
+    position = ranks.position(failed["rank"] - ranks.first)
+    for local, code in enumerate(ranks.codes):
+        record = ranks.record(local)
+        ended_at = float(record["time"]) if record else 0.0
+        if code != 0 or ended_at > float(failed["time"]):
+            continue
+        if LOST_PEER.search(error) or position.needs(ranks.position(local)):
+            failing = f"rank {failed['rank']} {position.text()}".rstrip()
+            return early_exit(ranks, local, f"{failing} then failed: {first_sentence(error)}")
+    return None
+
+
+def first_sentence(error: str) -> str:
+    r"""Return what an error says before it explains.
+
+    >>> first_sentence("RuntimeError: Connection closed by peer [::1]:7. This is typically\n...")
+    'RuntimeError: Connection closed by peer [::1]:7'
+    """
+    return error.splitlines()[0].split(". ")[0]
+
+
+def _abandoned(ranks: Ranks) -> Failure | None:
+    """Return the early exit of a rank that all who are left wait for."""
+    living = [(ranks.first + local, ranks.position(local)) for local in ranks.living]
+    for local, code in enumerate(ranks.codes):
+        if code == 0 and any(one.needs(ranks.position(local)) for _, one in living):
+            waiting = ", ".join(f"rank {rank} {one.text()}".rstrip() for rank, one in living)
+            return early_exit(ranks, local, f"still waiting for it: {waiting}")
+    return None
+
+
+def early_exit(ranks: Ranks, local: int, consequence: str) -> Failure:
+    """Return the failure of a rank whose script ended with 0 while others needed it."""
+    rank = ranks.first + local
+    where = ranks.position(local).text()
+    what = f"lockstep: rank {rank} on {socket.gethostname()} exited with code 0"
+    line = f"{' '.join(filter(None, [what, where]))}, before the others were done; {consequence}"
+    remedy = (
+        f"let all ranks end the script at the same point: find the exit() or return that only rank "
+        f"{rank} reaches"
+    )
+    return Failure(rank, EXIT_EARLY, (line,), remedy=remedy)
+
+
+def waited_in_vain(ranks: Ranks, codes: Sequence[int | None]) -> bool:
+    """Say whether a rank has given up waiting: the cause is one that has not ended.
+
+    NCCL's watchdog ends a process with SIGABRT.
+    """
+    timed_out = any(TIMED_OUT.search(record["error"]) for record in ranks.records())
+    return timed_out or -signal.SIGABRT in codes

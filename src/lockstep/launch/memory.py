@@ -1,0 +1,119 @@
+"""How much memory ranks took, how much there is, and whether the kernel killed one for it.
+
+Owns: reading it from /proc and from this process's control group, of either version. Does not
+own: what is said about it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """The memory control group of this process, which its ranks inherit."""
+
+    events: Path
+    """Counts the processes that the kernel has killed for want of memory."""
+    limit: Path
+
+    @classmethod
+    def own(
+        cls, root: Path = Path("/sys/fs/cgroup"), listed: Path = Path("/proc/self/cgroup")
+    ) -> Self | None:
+        """Return it, or None where the kernel offers none."""
+        try:
+            lines = listed.read_text().splitlines()
+        except OSError:
+            return None
+        for line in sorted(lines, reverse=True):  # version 1, which names "memory", goes first
+            _, controllers, path = line.split(":", 2)
+            inner = path.lstrip("/")
+            if controllers == "memory":
+                # In a container the group's own files lie at the root of what is mounted.
+                for folder in (root / "memory" / inner, root / "memory"):
+                    if (folder / "memory.oom_control").exists():
+                        return cls(folder / "memory.oom_control", folder / "memory.limit_in_bytes")
+            elif not controllers:
+                for folder in (root / inner, root / "unified" / inner, root):
+                    if (folder / "memory.events").exists():
+                        return cls(folder / "memory.events", folder / "memory.max")
+        return None
+
+    def num_kills(self) -> int | None:
+        """Return how many processes of the group the out-of-memory killer has ended so far."""
+        try:
+            counts = dict(line.split() for line in self.events.read_text().splitlines())
+            return int(counts["oom_kill"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def num_bytes(self) -> int | None:
+        """Return how much the group may take; None if there is no limit."""
+        try:
+            return int(self.limit.read_text())
+        except (OSError, ValueError):  # "max"
+            return None
+
+
+@dataclass
+class MemoryWatch:
+    """What the ranks of one attempt took, as far as it was seen before they ended."""
+
+    group: ControlGroup | None = field(default_factory=ControlGroup.own)
+    peaks: dict[int, int] = field(default_factory=dict)
+    """By process id, the largest resident size in bytes."""
+
+    def __post_init__(self) -> None:
+        self._kills_before = self.group.num_kills() if self.group else None
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Note the peaks of processes that are alive."""
+        for pid in pids:
+            peak = peak_bytes(pid)
+            if peak is not None:
+                self.peaks[pid] = peak
+
+    @property
+    def was_out_of_memory(self) -> bool | None:
+        """Say whether the kernel has killed for want of memory; None if that cannot be known."""
+        kills = self.group.num_kills() if self.group else None
+        if kills is None or self._kills_before is None:
+            return None
+        return kills > self._kills_before
+
+    def text(self, pid: int) -> str:
+        """Say how much a process took of how much: "peak memory 12.3 GiB of 24.0 GiB"."""
+        peak = self.peaks.get(pid)
+        if peak is None:
+            return ""
+        limit = self.group.num_bytes() if self.group else None
+        there = min(limit or psutil.virtual_memory().total, psutil.virtual_memory().total)
+        return f"peak memory {size_text(peak)} of {size_text(there)}"
+
+
+def peak_bytes(pid: int) -> int | None:
+    """Return the largest resident size that a process has had, while it is alive."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    values: Mapping[str, str] = dict(line.split(":", 1) for line in lines)
+    peak = values.get("VmHWM", "").split()  # a zombie has none
+    return int(peak[0]) * 1024 if peak else None
+
+
+def size_text(num_bytes: int) -> str:
+    """Say a size in the unit that people ask for memory in.
+
+    >>> size_text(13_207_024_435), size_text(209_715_200)
+    ('12.3 GiB', '200 MiB')
+    """
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.1f} GiB"
+    return f"{num_bytes / (1 << 20):.0f} MiB"

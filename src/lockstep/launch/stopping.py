@@ -1,0 +1,245 @@
+"""Signals to the launcher: the first lets the ranks save, the second ends them at once.
+
+Owns: who is told what and when, how long ranks may save, ending every process that descends from
+the launcher. Does not own: saving (each rank does, `lockstep.signals`), or what a rank's end means
+(`failure.py`).
+
+A thread listens, so that a second signal is acted on whatever the main thread waits for.
+"""
+
+import math
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import resource_tracker, util
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import psutil
+
+from lockstep.launch.ranks import Ranks, has_work
+from lockstep.signals import ECHO_S, EXIT_NOT_SAVED
+
+SAVE_S = 90.0
+"""How long ranks that were told to stop may take to save and leave."""
+START_S = 5.0
+"""How long a launcher without ranks may take to leave."""
+REPORT_S = 10.0
+"""How long the launcher may take, after that, to say how its ranks ended."""
+MARGIN_S = 5.0
+"""So long before SLURM kills everything, the launcher ends its ranks, and says so."""
+KILLED_S = 0.3
+"""How long to wait for killed processes to be gone."""
+
+
+class Stopped(BaseException):
+    """Raised in the main thread of a launcher that was told to stop.
+
+    Not an `Exception`: what is interrupted must not take it for an error of its own.
+    """
+
+
+class StopRequest:
+    """Listen for signals inside a `with`; only the main thread may.
+
+    Args:
+        names: Of the signals; those that the launcher was told to ignore are not among them.
+        environment: Says whether SLURM may kill the launcher, and when.
+        kill_wait_s: Asks SLURM for the time between its SIGTERM and its SIGKILL.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        environment: Mapping[str, str],
+        kill_wait_s: Callable[[], float],
+    ) -> None:
+        self.requested: signal.Signals | None = None
+        self.deadline = math.inf
+        """Until when, on the monotonic clock, ranks may save."""
+        self.log_folder = ""
+        """Removed if the launcher leaves without its main thread."""
+        self._numbers = [signal.Signals[name] for name in names]
+        self._environment = environment
+        self._kill_wait_s = kill_wait_s
+        self._ranks: Ranks | None = None
+        self._family: set[psutil.Process] = set()
+        self._previous: dict[signal.Signals, Any] = {}
+        self._is_raised = False
+        self._is_over = False
+        self._is_forced = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in self._numbers:
+            self._previous[number] = signal.signal(number, self._interrupt)
+        self._thread = threading.Thread(target=self._listen, name="stop-request", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._previous:
+            return
+        self._is_over = True
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.write(self._writer, b"\0")
+        self._thread.join()
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def watch(self, ranks: Ranks) -> None:
+        """Take the ranks that were just started for those that are to stop."""
+        self._ranks = ranks
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Interrupt the main thread, once; the rest is the listening thread's."""
+        if self._is_raised or self._is_over:
+            return
+        self._is_raised = True
+        self.requested = self.requested or signal.Signals(number)
+        raise Stopped
+
+    def _listen(self) -> None:
+        leave_by: float | None = None
+        asked_by: int | None = None
+        asked_at = 0.0
+        while True:
+            left_s = None if leave_by is None else max(0.0, leave_by - time.monotonic())
+            if not select.select([self._reader], (), (), left_s)[0]:
+                self._end_now()
+            number = os.read(self._reader, 1)[0]
+            if number == 0:
+                return
+            if number not in self._numbers:
+                continue
+            # SLURM warns with SIGUSR1 and sends SIGTERM at the time limit: no second request.
+            was_warned = asked_by == signal.SIGUSR1 != number
+            if asked_by is None or was_warned:
+                asked_by = number
+                asked_at = time.monotonic()
+                leave_by = asked_at + self._begin(signal.Signals(number))
+            elif time.monotonic() - asked_at > ECHO_S:
+                self._end_now()
+
+    def _begin(self, number: signal.Signals) -> float:
+        """Say what happens now, and return how long it may take."""
+        self.requested = self.requested or number
+        with suppress(psutil.Error):  # list descendants now: an orphan cannot be found later
+            self._family |= set(psutil.Process().children(recursive=True))
+        if not self._living():
+            write_line(f"lockstep: stopped by {number.name}; no rank was running")
+            return START_S
+        grace_s = save_time_s(number, self._environment, self._kill_wait_s)
+        self.deadline = time.monotonic() + grace_s
+        again = "press Ctrl-C again" if number == signal.SIGINT else f"send {number.name} again"
+        write_line(
+            f"lockstep: stopping: ranks may save for up to {grace_s:.0f} s; "
+            f"{again}, {ECHO_S:g} s or more from now, to end them without saving"
+        )
+        return grace_s + REPORT_S
+
+    def _living(self) -> list[int]:
+        """Return the local ranks that are alive.
+
+        Asked of the kernel: the main thread may be asking `multiprocessing` this very moment.
+        """
+        ranks = self._ranks
+        if ranks is None:
+            return []
+        return [
+            local for local, process in enumerate(ranks.processes) if is_alive(process.pid or 0)
+        ]
+
+    def _end_now(self) -> None:
+        """End every process that descends from the launcher, and the launcher."""
+        assert self.requested is not None
+        self._is_forced = True
+        ranks = self._ranks
+        lost = [local for local in self._living() if ranks and has_work(ranks.position(local))]
+        text = self.not_saved_text(ranks) if ranks and lost else ""
+        kill_descendants(self._family)
+        write_line(text.rstrip("\n"))
+        shutil.rmtree(self.log_folder or os.devnull, ignore_errors=True)
+        with suppress(Exception):
+            util._run_finalizers()  # type: ignore[attr-defined]  # semaphores have names
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(EXIT_NOT_SAVED if text else 128 + self.requested)
+
+    def wait_if_forced(self) -> None:
+        """Leave the rest to the thread that has begun to end everything."""
+        if self._is_forced:
+            threading.Event().wait()
+
+    def not_saved_text(self, ranks: Ranks) -> str:
+        """Say that ranks were killed before they had saved."""
+        steps = [ranks.position(local).step for local in range(len(ranks.processes))]
+        known = [step for step in steps if step is not None]
+        at = f" at step {min(known)}" if known else ""
+        return (
+            f"lockstep: not saved: ranks were killed{at}; the steps since the last checkpoint will "
+            "be repeated\n"
+        )
+
+
+def save_time_s(
+    number: signal.Signals, environment: Mapping[str, str], kill_wait_s: Callable[[], float]
+) -> float:
+    """Return how long ranks may save: a while, but under SLURM less than until its SIGKILL."""
+    if "SLURM_JOB_ID" not in environment:
+        return SAVE_S
+    left_s = SAVE_S
+    if number == signal.SIGTERM:  # SLURM sends SIGKILL so much later
+        left_s = kill_wait_s() - MARGIN_S
+    elif number == signal.SIGUSR1 and environment.get("SLURM_JOB_END_TIME", "").isdecimal():
+        left_s = int(environment["SLURM_JOB_END_TIME"]) - time.time() - MARGIN_S
+    return min(SAVE_S, max(MARGIN_S, left_s))
+
+
+def kill_descendants(known: set[psutil.Process]) -> None:
+    """Kill all that this process has started, and what they have, and wait until they are gone."""
+    # It removes the names of semaphores, and ends with us.
+    kept = getattr(resource_tracker._resource_tracker, "_pid", None)  # type: ignore[attr-defined]
+    family = set(known)
+    for _ in range(3):  # one of them may have started another meanwhile
+        with suppress(psutil.Error):
+            family |= set(psutil.Process().children(recursive=True))
+        family = {process for process in family if process.pid != kept}
+        for process in family:
+            with suppress(psutil.Error):
+                process.kill()
+        _, alive = psutil.wait_procs(family, timeout=KILLED_S / 3)
+        if not alive:
+            return
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether a process runs, or is stopped; one that waits to be reaped does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def write_line(line: str) -> None:
+    """Write to stderr without its lock, which the main thread may hold."""
+    if line:
+        with suppress(OSError):
+            os.write(2, f"{line}\n".encode())
