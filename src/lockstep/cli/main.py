@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.bench import benching
+from lockstep.cli.entry import quick_to_interrupt
 from lockstep.cli.words import AS_TYPED, Limit, Words, check_seconds
 
 app = typer.Typer(
@@ -37,11 +38,12 @@ def run(
 ) -> None:
     """Train a built-in recipe. `lockstep run RECIPE --help` lists the recipe's own flags."""
     from lockstep.cli.run import run_recipe
+    from lockstep.launch.stopping import leave
 
     if recipe in ("", "--help"):
         typer.echo(context.get_help())
         raise typer.Exit(0 if recipe else 2)
-    sys.exit(run_recipe(recipe, gpus, context.args))
+    leave(run_recipe(recipe, gpus, context.args))
 
 
 @app.command(
@@ -65,12 +67,14 @@ def launch(
     ] = 600,
 ) -> None:
     """Run a script on several processes: free port, first error shown, nothing left behind."""
-    from lockstep.cli.run import count_processes
-    from lockstep.launch.local import LaunchRequest
-    from lockstep.launch.local import launch as start
+    with quick_to_interrupt():
+        from lockstep.cli.run import count_processes
+        from lockstep.launch.local import LaunchRequest
+        from lockstep.launch.local import launch as start
+        from lockstep.launch.stopping import leave
 
-    num = count_processes(gpus)
-    sys.exit(start(LaunchRequest(tuple(words), num, nodes, node_rank, head, restarts, logs, wait)))
+        num = count_processes(gpus)
+    leave(start(LaunchRequest(tuple(words), num, nodes, node_rank, head, restarts, logs, wait)))
 
 
 @app.command(epilog=PLAN_EXAMPLE)

@@ -5,6 +5,7 @@ import importlib.util
 import pkgutil
 from collections.abc import Sequence
 
+from lockstep.cli.entry import quick_to_interrupt
 from lockstep.errors import ConfigError, closest, plain, shown
 from lockstep.text_input import whole_number
 
@@ -32,9 +33,10 @@ def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
             f"there is no recipe {shown(recipe)}",
             f"did you mean {near}?" if near else f"use one of {', '.join(names)}",
         )
-    num_processes = count_processes(gpus)
     module = f"lockstep_recipes.{recipe}"
-    flags = importlib.import_module(f"{module}.flags")
+    with quick_to_interrupt():
+        num_processes = count_processes(gpus)
+        flags = importlib.import_module(f"{module}.flags")
     flags.flags().read(argv)
     if num_processes == 1:
         importlib.import_module("lockstep_recipes.command").train(flags.build, argv)

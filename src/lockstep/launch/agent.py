@@ -121,6 +121,7 @@ class Agent(LocalElasticAgent):
     def code_after_stop(self, requested: signal.Signals) -> int:
         """Return what to exit with after a signal: the ranks have saved, or it says that not."""
         self.stop.wait_if_forced()
+        self.stop.end_orphans()
         if self.ranks is None:
             return 128 + requested
         codes = self.ranks.codes

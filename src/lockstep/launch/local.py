@@ -27,15 +27,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.errors import LaunchError, shown
 from lockstep.launch.roll_call import call_roll, own_address, parse_head
-from lockstep.launch.stopping import Stopped, StopRequest
+from lockstep.launch.stopping import SIGNALS, Stopped, StopRequest
 from lockstep.launch.worker import check_script, work
 from lockstep.text_input import LARGEST
 
 if TYPE_CHECKING:
     from lockstep.launch.agent import Agent
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-"""Passed on to every rank; SLURM announces the time limit with SIGUSR1."""
 MONITOR_S = 0.02
 ANSWER_S = 0.5
 """How long another machine may take to answer before the launcher looks after its own ranks."""

@@ -19,13 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import resource_tracker, util
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import psutil
 
 from lockstep.launch.ranks import Ranks, has_work
 from lockstep.signals import ECHO_S, EXIT_NOT_SAVED
 
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+"""Passed on to every rank; SLURM announces the time limit with SIGUSR1."""
 SAVE_S = 90.0
 """How long ranks that were told to stop may take to save and leave."""
 START_S = 5.0
@@ -34,6 +36,10 @@ REPORT_S = 10.0
 """How long the launcher may take, after that, to say how its ranks ended."""
 MARGIN_S = 5.0
 """So long before SLURM kills everything, the launcher ends its ranks, and says so."""
+ORPHANS_S = 1.0
+"""How long processes that ranks have started may outlive them, when all were told to stop."""
+TIDY_S = 0.3
+"""How long removing temporary files may take, when the launcher is to leave at once."""
 KILLED_S = 0.3
 """How long to wait for killed processes to be gone."""
 
@@ -69,7 +75,10 @@ class StopRequest:
         self._environment = environment
         self._kill_wait_s = kill_wait_s
         self._ranks: Ranks | None = None
-        self._family: set[psutil.Process] = set()
+        self._family: set[psutil.Process] | None = None
+        """What descended from this process when the first signal came."""
+        self._had_ranks = False
+        self._lock = threading.Lock()
         self._previous: dict[signal.Signals, Any] = {}
         self._is_raised = False
         self._is_over = False
@@ -113,8 +122,16 @@ class StopRequest:
         if self._is_raised or self._is_over:
             return
         self._is_raised = True
-        self.requested = self.requested or signal.Signals(number)
+        self._note(signal.Signals(number))
         raise Stopped
+
+    def _note(self, number: signal.Signals) -> None:
+        """Note what there is to stop, before any rank is told: an orphan cannot be found later."""
+        with self._lock:
+            if self._family is None:
+                self.requested = number
+                self._had_ranks = bool(self._living())
+                self._family = descendants()
 
     def _listen(self) -> None:
         leave_by: float | None = None
@@ -140,10 +157,8 @@ class StopRequest:
 
     def _begin(self, number: signal.Signals) -> float:
         """Say what happens now, and return how long it may take."""
-        self.requested = self.requested or number
-        with suppress(psutil.Error):  # list descendants now: an orphan cannot be found later
-            self._family |= set(psutil.Process().children(recursive=True))
-        if not self._living():
+        self._note(number)
+        if not self._had_ranks:
             write_line(f"lockstep: stopped by {number.name}; no rank was running")
             return START_S
         grace_s = save_time_s(number, self._environment, self._kill_wait_s)
@@ -174,14 +189,31 @@ class StopRequest:
         ranks = self._ranks
         lost = [local for local in self._living() if ranks and has_work(ranks.position(local))]
         text = self.not_saved_text(ranks) if ranks and lost else ""
-        kill_descendants(self._family)
+        kill_all((self._family or set()) | descendants())
         write_line(text.rstrip("\n"))
-        shutil.rmtree(self.log_folder or os.devnull, ignore_errors=True)
-        with suppress(Exception):
-            util._run_finalizers()  # type: ignore[attr-defined]  # semaphores have names
-        with suppress(Exception):
-            sys.stdout.flush()
+        # Beside: the main thread may hold a lock that this needs, or a disk may not answer.
+        tidying = threading.Thread(target=self._tidy, daemon=True)
+        tidying.start()
+        tidying.join(TIDY_S)
         os._exit(EXIT_NOT_SAVED if text else 128 + self.requested)
+
+    def _tidy(self) -> None:
+        if self.log_folder:
+            shutil.rmtree(self.log_folder, ignore_errors=True)
+        remove_semaphores()
+
+    def end_orphans(self) -> None:
+        """End what ranks have started and left behind, once the ranks have ended.
+
+        What they started may need a moment to notice. Those that this process has started itself
+        are not among them.
+        """
+        family = self._family or set()
+        own = set(psutil.Process().children())
+        _, alive = psutil.wait_procs(family - own, timeout=ORPHANS_S)
+        for process in alive:
+            with suppress(psutil.Error):
+                process.kill()
 
     def wait_if_forced(self) -> None:
         """Leave the rest to the thread that has begun to end everything."""
@@ -213,15 +245,41 @@ def save_time_s(
     return min(SAVE_S, max(MARGIN_S, left_s))
 
 
-def kill_descendants(known: set[psutil.Process]) -> None:
-    """Kill all that this process has started, and what they have, and wait until they are gone."""
+def leave(code: int) -> NoReturn:
+    """End the launcher's process after its launch.
+
+    At once: on a busy machine Python takes seconds to take torch down, for nothing, and a signal
+    that comes meanwhile would change the exit code.
+    """
+    for name in SIGNALS:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
+    remove_semaphores()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def remove_semaphores() -> None:
+    """Do what `multiprocessing` does when Python ends: its semaphores and sockets have names."""
+    with suppress(Exception):
+        util._run_finalizers()  # type: ignore[attr-defined]
+
+
+def descendants() -> set[psutil.Process]:
+    """Return all that this process has started, and what they have."""
+    try:
+        return set(psutil.Process().children(recursive=True))
+    except psutil.Error:
+        return set()
+
+
+def kill_all(family: set[psutil.Process]) -> None:
+    """Kill processes, and what they have started meanwhile, and wait until they are gone."""
     # It removes the names of semaphores, and ends with us.
     kept = getattr(resource_tracker._resource_tracker, "_pid", None)  # type: ignore[attr-defined]
-    family = set(known)
-    for _ in range(3):  # one of them may have started another meanwhile
-        with suppress(psutil.Error):
-            family |= set(psutil.Process().children(recursive=True))
-        family = {process for process in family if process.pid != kept}
+    for _ in range(3):
+        family = {process for process in family | descendants() if process.pid != kept}
         for process in family:
             with suppress(psutil.Error):
                 process.kill()

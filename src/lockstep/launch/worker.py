@@ -75,6 +75,8 @@ def work(*words: str) -> None:
     except BaseException as error:
         code = code_of(error)
         leave_record(folder, code, error)
+    # A terminal's Ctrl-C comes twice, once through the launcher; that must not cut this short.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_record(folder, code)
     from lockstep.runtime import let_gloo_finish
 
