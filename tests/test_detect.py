@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.detect import Launch, _first_host, detect_launch
+from lockstep.detect import Launch, _first_host, check_size, detect_launch
 from lockstep.errors import LaunchError
 from lockstep.runtime import choose_device, group_timeout_s, launched_rank
 
@@ -41,6 +41,32 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+# --- The size that was asked for ---------------------------------------------
+
+
+def test_a_group_of_the_size_that_was_asked_for_is_accepted() -> None:
+    check_size(detect_launch(TORCHRUN), {"LOCKSTEP_EXPECTED_RANKS": "8"})
+    check_size(detect_launch(TORCHRUN), {})
+
+
+@pytest.mark.parametrize("asked", ["16", "eight"])
+def test_a_group_of_another_size_is_refused_with_both_numbers(asked: str) -> None:
+    said = rf"the group has 8 ranks, and {asked} were asked for"
+    with pytest.raises(LaunchError, match=said):
+        check_size(detect_launch(TORCHRUN), {"LOCKSTEP_EXPECTED_RANKS": asked})
+
+
+def test_a_helper_that_a_rank_starts_may_be_alone() -> None:
+    check_size(detect_launch({}), {"LOCKSTEP_EXPECTED_RANKS": "8"})
+
+
+def test_srun_on_one_node_meets_on_loopback() -> None:
+    one_node = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    one_node |= {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    assert detect_launch(one_node).head == "localhost"
+    assert detect_launch(SRUN).head == "node1"
 
 
 # --- Each launcher -----------------------------------------------------------

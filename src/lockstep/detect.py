@@ -87,7 +87,13 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
 
     head, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if launcher == "srun":
-        head = head or _first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
+        # Ranks on one node need no address that the network can reach.
+        first = (
+            "localhost"
+            if local_size == size
+            else _first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
+        )
+        head = head or first
         port = port or str(_port_from(f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"))
     if launcher == "mpi" and local_size == size:
         head = head or "localhost"
@@ -110,6 +116,25 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
         launcher="torchrun" if under_torchrun else launcher,
         **_started(env),
     )
+
+
+def check_size(launch: Launch, env: Mapping[str, str]) -> None:
+    """Refuse a group of another size than was asked for. Pure.
+
+    `lockstep launch` sets LOCKSTEP_EXPECTED_RANKS, and a user may. A process that no launcher
+    started may be a helper of a rank, and has merely inherited the variable.
+
+    Raises:
+        LaunchError: with both numbers.
+    """
+    expected = env.get("LOCKSTEP_EXPECTED_RANKS", "")
+    if expected and launch.launcher != "python" and expected != str(launch.size):
+        raise LaunchError(
+            f"the group has {launch.size} ranks, and {expected} were asked for "
+            "(LOCKSTEP_EXPECTED_RANKS)",
+            "start all nodes with the same --nodes and --head, or unset LOCKSTEP_EXPECTED_RANKS "
+            "if another launcher runs inside this one",
+        )
 
 
 def _started(env: Mapping[str, str]) -> dict[str, Any]:

@@ -26,7 +26,14 @@ from torch.distributed import GradBucket as GradBucket  # type: ignore[attr-defi
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep import position
-from lockstep.detect import Launch, collective_timeout_s, detect_launch
+from lockstep.addresses import (
+    LOOPBACK,
+    check_loopback,
+    interface_towards,
+    listen_at,
+    names_loopback,
+)
+from lockstep.detect import Launch, check_size, collective_timeout_s, detect_launch
 from lockstep.errors import LaunchError
 from lockstep.gradients import gather_over_ranks, sum_over_ranks
 from lockstep.late_compiler import defer_compiler
@@ -90,9 +97,27 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> Any:
         prefixed = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
         return prefixed if launch.local_size == launch.size else store
     assert launch.port is not None
+    if names_loopback(launch.head):
+        check_loopback()
+    # Left to itself, torch's store listens on all interfaces, and anyone may write to it.
+    listener = listen_at(launch.head, launch.port) if launch.rank == 0 else None
     return dist.TCPStore(  # type: ignore[attr-defined]
-        launch.head, launch.port, launch.size, launch.rank == 0, timeout=timeout
+        launch.head,
+        launch.port,
+        launch.size,
+        launch.rank == 0,
+        timeout=timeout,
+        master_listen_fd=None if listener is None else listener.detach(),
     )
+
+
+def _stay_on_this_machine(launch: Launch) -> None:
+    """Have gloo and NCCL listen on loopback alone, if all ranks are on this machine."""
+    if launch.local_size == launch.size and names_loopback(launch.head):
+        interface = interface_towards(LOOPBACK)
+        if interface is not None:
+            default_variable("GLOO_SOCKET_IFNAME", interface)
+            default_variable("NCCL_SOCKET_IFNAME", interface)
 
 
 def _check_group(launch: Launch) -> str:
@@ -161,6 +186,7 @@ def _make_group(launch: Launch, place: torch.device, timeout_s: float) -> tuple[
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         kept = _stores.get(launch) or _meet(launch, timeout)
+        _stay_on_this_machine(launch)
         store = dist.PrefixStore(f"group_{_num_groups}", kept)  # type: ignore[attr-defined]
         # NCCL refuses two ranks on one GPU; gloo takes them, through host memory.
         own_gpu = place.type == "cuda" and not _shares_gpu(launch, store, place)
@@ -168,12 +194,12 @@ def _make_group(launch: Launch, place: torch.device, timeout_s: float) -> tuple[
         dist.init_process_group(
             backend, store=store, rank=launch.rank, world_size=launch.size, timeout=timeout
         )
-    except (dist.DistError, RuntimeError, ValueError) as error:
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
-            f"rank {launch.rank} of {launch.size} could not meet the others at "
+            f"rank {launch.rank} of {launch.size} could not join the process group at "
             f"{launch.head}:{launch.port}: {str(error).splitlines()[0]}",
-            "every rank started, on a port of their own (MASTER_PORT, torchrun --standalone), "
-            "by machines that see each other (GLOO_SOCKET_IFNAME=eth0; lockstep doctor)",
+            "check that every rank started, use a free port (torchrun --standalone), and set "
+            "GLOO_SOCKET_IFNAME if the hosts cannot reach each other; lockstep doctor tests this",
         ) from error
     _stores[launch] = kept
     if _num_groups == 0:
@@ -262,6 +288,7 @@ class World:
         """
         defer_compiler()
         launch = detect_launch(os.environ, local_rank)
+        check_size(launch, os.environ)
         place = choose_device(launch, device)
         if place.type == "cuda":
             torch.cuda.set_device(place)

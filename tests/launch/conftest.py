@@ -1,5 +1,6 @@
 """What the launch tests share: fixtures that start processes and end them with the test."""
 
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from processes import Fork, Ranks, Start, Started
+
+
+@pytest.fixture(autouse=True)
+def job_token(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Give the nodes of a test a token of their own: no key file is read, and none is made."""
+    token = secrets.token_hex(16)
+    monkeypatch.setenv("LOCKSTEP_JOB_TOKEN", token)
+    return token
 
 
 @pytest.fixture

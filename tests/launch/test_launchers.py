@@ -238,7 +238,7 @@ def test_a_taken_port_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_rank_that_nobody_joins_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
-    with pytest.raises(LaunchError, match="rank 0 of 2 could not meet the others") as caught:
+    with pytest.raises(LaunchError, match="rank 0 of 2 could not join the process group") as caught:
         enter_as_first_of_two(monkeypatch, free_port())
     assert "GLOO_SOCKET_IFNAME" in caught.value.remedy, "it may have come, and not be seen"
     assert time.monotonic() - began < 20

@@ -58,7 +58,13 @@ def launch(
     gpus: Annotated[str, typer.Option(help="processes here, one per GPU, or 'all'")] = "all",
     nodes: Annotated[int, typer.Option(help="machines that train together")] = 1,
     node_rank: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
-    head: Annotated[str, typer.Option(help="HOST:PORT of the first, the same on all")] = "",
+    head: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of the first, the same on all. Nodes prove LOCKSTEP_JOB_TOKEN to each "
+            "other, or the key in ~/.config/lockstep/job_key"
+        ),
+    ] = "",
     restarts: Annotated[int, typer.Option(help="how often to start again after a failure")] = 0,
     logs: Annotated[str | None, typer.Option(help="folder for a log file per rank")] = None,
     wait: Annotated[

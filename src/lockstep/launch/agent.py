@@ -1,7 +1,7 @@
 """Torch's elastic agent, which also knows why ranks fail, when to give up, and how to stop.
 
 Owns: watching the ranks of this machine, and deciding whether they start again. Does not own:
-starting them and meeting other machines (torch does), the words (`failure.py`), signals
+starting them (torch does), finding other nodes (`rendezvous.py`), the words (`failure.py`), signals
 (`stopping.py`). Importing this imports torch.
 """
 
@@ -41,15 +41,14 @@ class Agent(LocalElasticAgent):
 
     Args:
         stop: The signals to the launcher.
-        num_nodes: How many machines there are.
+        wait_s: How long to wait for a node that was lost to come back.
     """
 
-    def __init__(self, *args: Any, stop: StopRequest, num_nodes: int, **settings: Any) -> None:
+    def __init__(self, *args: Any, stop: StopRequest, wait_s: float, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.stop = stop
-        self.num_nodes = num_nodes
+        self.wait_s = wait_s
         self.exit_code = 0
-        self.store: object = None
         self.ranks: Ranks | None = None
         self.seen: Counter[str] = Counter()
         self.left_at = 0.0
@@ -75,7 +74,9 @@ class Agent(LocalElasticAgent):
         context = self._pcontext
         assert ranks is not None
         assert context is not None
-        if self.num_nodes > 1 and not self.has_told and handler.is_closed():
+        if handler.loss is not None:
+            return self._end_round(handler.loss)
+        if not self.has_told and handler.is_closed():
             self.left_at = self.left_at or time.monotonic()
             self.has_told = time.monotonic() - self.left_at > LEFT_S
             if self.has_told:
@@ -95,6 +96,15 @@ class Agent(LocalElasticAgent):
         grace_s = ABANDONED_PEERS_S if failure.code == EXIT_EARLY else PEERS_S
         deadline = time.monotonic() + grace_s
         ranks.end(signal.SIGTERM, lambda: deadline)
+        return RunResult(state=WorkerState.FAILED)
+
+    def _end_round(self, loss: str) -> RunResult:
+        """Say which node was lost; the agent ends the ranks, and waits for it if it may."""
+        then = "try: run the same command on every node; it resumes from the last checkpoint"
+        if self._remaining_restarts:
+            then = f"waiting for it to come back, {self.wait_s:g} s at most"
+        say(f"lockstep: {loss}\n  {then}\n")
+        self.exit_code = self.exit_code or 1
         return RunResult(state=WorkerState.FAILED)
 
     def _decide(self, failure: Failure) -> None:

@@ -17,30 +17,27 @@ import sys
 import threading
 import time
 import types
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any, TextIO
 
+from lockstep.addresses import LOOPBACK, check_loopback, interface_towards
 from lockstep.errors import LaunchError, shown
-from lockstep.launch.roll_call import call_roll, own_address, parse_head
+from lockstep.launch.handshake import TOKEN_VARIABLE
+from lockstep.launch.member import Membership, Place, parse_head
 from lockstep.launch.stopping import SIGNALS, Stopped, StopRequest
 from lockstep.launch.worker import check_script, work
 from lockstep.text_input import LARGEST
 
 if TYPE_CHECKING:
     from lockstep.launch.agent import Agent
+    from lockstep.launch.rendezvous import OneNodeRendezvous
 
 MONITOR_S = 0.02
-ANSWER_S = 0.5
-"""How long another machine may take to answer before the launcher looks after its own ranks."""
 MAX_NODES = 65_536
 """What SLURM takes, too."""
-GOODBYE_S = 5.0
-"""How long another machine may take to hear that this one leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +66,6 @@ def launch(command: LaunchRequest) -> int:
     # Who was told to ignore one (`nohup`, a shell's `&`) has ranks that ignore it, too.
     heard = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # none: `StopRequest` does
-    if command.num_nodes > 1:  # restarted workers must not find the addresses of the dead
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with StopRequest(heard, os.environ, _kill_wait_s) as stop:
         try:
             return _launch(command, stop, heard)
@@ -80,18 +75,75 @@ def launch(command: LaunchRequest) -> int:
 
 
 def _launch(command: LaunchRequest, stop: StopRequest, heard: Sequence[str]) -> int:
+    membership = _meet_other_nodes(command)
+    try:
+        return _run_ranks(command, membership, stop, heard)
+    finally:
+        if membership is not None:
+            membership.leave()
+
+
+def _meet_other_nodes(command: LaunchRequest) -> Membership | None:
+    """Wait for the other nodes, if there are any, and tell the ranks how many to expect.
+
+    Variables are set before the process that forks the ranks starts, which inherits them.
+    """
+    check_loopback()
+    membership = None
+    num_ranks = command.num_processes
+    if command.num_nodes > 1:
+        _check_gpus(command.num_processes)
+        place = Place(
+            command.node_rank,
+            command.num_nodes,
+            command.num_processes,
+            command.head,
+            command.wait_s,
+        )
+        membership = Membership(place, os.environ)
+        num_ranks = sum(membership.processes)
+    os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it, and may log what they are in
+    os.environ["LOCKSTEP_EXPECTED_RANKS"] = str(num_ranks)
+    _choose_interface(parse_head(command.head)[0] if command.num_nodes > 1 else LOOPBACK)
+    return membership
+
+
+def _choose_interface(host: str) -> None:
+    """Have gloo listen on the interface that leads to `host` and on no other.
+
+    On one node NCCL, too, need not listen beyond loopback. Between nodes it chooses for itself:
+    it knows about InfiniBand.
+    """
+    interface = interface_towards(host)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if interface is not None and host == LOOPBACK:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _run_ranks(
+    command: LaunchRequest,
+    membership: Membership | None,
+    stop: StopRequest,
+    heard: Sequence[str],
+) -> int:
+    """Start the ranks of this node and return the exit code of the first that failed, or 0."""
     with _as_nobody(), _held_back(heard):
         multiprocessing.set_forkserver_preload(preloaded(command.restarts))
         forkserver.ensure_running()  # it imports torch while we do
 
+    from torch.distributed import DistError  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    _shorten_pauses(command.num_nodes)
+    from lockstep.launch.rendezvous import OneNodeRendezvous, SeveralNodesRendezvous
+
+    _shorten_pauses()
     # The failing rank has said what is wrong; the agent's own table says it again, worse.
     for chatty in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     _check_gpus(command.num_processes)
-    agent = _build_agent(command, stop)
+    handler = OneNodeRendezvous() if membership is None else SeveralNodesRendezvous(membership)
+    agent = _build_agent(command, handler, stop)
     if command.logs is None:
         stop.log_folder = agent._logs_specs.root_log_dir
     try:
@@ -105,17 +157,14 @@ def _launch(command: LaunchRequest, stop: StopRequest, heard: Sequence[str]) -> 
     except Stopped:
         assert stop.requested is not None
         return agent.code_after_stop(stop.requested)
-    except RendezvousError:  # one has given up for good, or is gone
+    except (RendezvousError, DistError):  # one has given up for good, or is gone
         sys.stderr.write(
-            f"lockstep: the {command.num_nodes} machines do not meet again\n"
-            "  try: what another of them has said; then the same command on all\n"
+            f"lockstep: the {command.num_nodes} nodes could not rendezvous after a restart\n"
+            "  try: read the other nodes' errors, then run the same command on every node\n"
         )
         return int(agent.exit_code) or 1
     finally:
-        handler = agent._worker_group.spec.rdzv_handler
-        goodbye = threading.Thread(target=handler.shutdown, daemon=True)
-        goodbye.start()
-        goodbye.join(GOODBYE_S)
+        handler.shutdown()
         if command.logs is None:
             shutil.rmtree(agent._logs_specs.root_log_dir, ignore_errors=True)  # a temporary folder
     return int(agent.exit_code) if result.is_failed() else 0
@@ -168,34 +217,14 @@ def _check_gpus(num_processes: int) -> None:
         )
 
 
-def _build_agent(command: LaunchRequest, stop: StopRequest) -> "Agent":
+def _build_agent(
+    command: LaunchRequest, handler: "OneNodeRendezvous", stop: StopRequest
+) -> "Agent":
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
     from lockstep.launch.agent import Agent
 
-    where, run_id, own = "localhost:0", uuid.uuid4().hex, "localhost"
-    store: object = None
-    if command.num_nodes > 1:
-        store, run_id = call_roll(
-            command.head, command.num_nodes, command.node_rank, command.wait_s
-        )
-        where, own = command.head, own_address(parse_head(command.head)[0])
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=where,
-        run_id=run_id,
-        min_nodes=command.num_nodes,
-        max_nodes=command.num_nodes,
-        local_addr=own,
-        is_host=str(command.node_rank == 0),
-        join_timeout=int(command.wait_s),
-    )
-    handler: Any = registry.get_rendezvous_handler(parameters)
-    if command.num_nodes > 1:
-        handler.num_nodes_waiting = asked_beside(handler.num_nodes_waiting)
-        handler.is_closed = asked_beside(handler.is_closed)
     spec = WorkerSpec(
         role="rank",
         local_world_size=command.num_processes,
@@ -204,50 +233,16 @@ def _build_agent(command: LaunchRequest, stop: StopRequest) -> "Agent":
         rdzv_handler=handler,
         max_restarts=command.restarts,
         monitor_interval=MONITOR_S,
-        local_addr=parameters.local_addr,
     )
     others = range(1, command.num_processes)  # the first is heard as it is: `worker.keep_log`
     logs = DefaultLogsSpecs(command.logs, tee=dict.fromkeys(others, Std.ALL))
-    agent = Agent(spec, logs, stop=stop, num_nodes=command.num_nodes, start_method="forkserver")
-    agent.store = store  # kept open as long as there is somebody to ask it
-    return agent
+    return Agent(spec, logs, stop=stop, wait_s=command.wait_s, start_method="forkserver")
 
 
-def asked_beside(ask: Callable[[], int]) -> Callable[[], int]:
-    """Have the agent ask another machine in a thread, and take 0 for an answer until there is one.
-
-    Where the network is cut, that takes minutes, in which it would neither see that a rank has
-    failed nor heed a signal.
-    """
-    coming: list[Future[int]] = []
-
-    def wait_for(answer: Future[int]) -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as error:
-            answer.set_exception(error)
-
-    def look() -> int:
-        if not coming:
-            coming.append(Future())
-            threading.Thread(target=wait_for, args=coming, daemon=True).start()
-        wait(coming, ANSWER_S)
-        return coming.pop().result() if coming[0].done() else 0
-
-    return look
-
-
-def _shorten_pauses(num_nodes: int) -> None:
-    """Have the agent wait for what happens and not for the clock: every restart pays for it.
-
-    Its rendezvous pauses for up to 0.3 s before it begins and for 1 s between two looks, lest
-    many machines crowd the store; how long depends on how many there are.
-    """
+def _shorten_pauses() -> None:
+    """Have the agent copy the last lines of a rank at once: every restart waits for them."""
     from torch.distributed.elastic.multiprocessing import tail_log
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    pause_s = min(1.0, 0.01 * (num_nodes - 1))
-    dynamic_rendezvous._delay = lambda seconds: time.sleep(pause_s)  # type: ignore[attr-defined]
     tail_log.tail_logfile = follow_log  # type: ignore[assignment]
 
 

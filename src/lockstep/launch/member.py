@@ -1,0 +1,373 @@
+"""This node among the nodes of a launch: meeting the others, joining a round, noticing a loss.
+
+Owns: the connection to node 0, and the tunnel through which this node's ranks reach the
+store there. Does not own: node 0's side (`coordinator.py`), starting ranks (`local.py`).
+
+A thread of its own keeps the connection alive, so that the launcher neither waits for the
+network while it watches its ranks, nor falls silent while it waits for them.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lockstep.addresses import LOOPBACK, own_addresses
+from lockstep.errors import LaunchError
+from lockstep.launch import coordinator
+from lockstep.launch.coordinator import Coordinator
+from lockstep.launch.handshake import (
+    BROKEN,
+    HANDSHAKE_S,
+    LINE_BYTES,
+    TOKEN_VARIABLE,
+    WrongTokenError,
+    greet_head,
+    job_token,
+    key_path,
+    receive,
+    send,
+    splice,
+)
+
+RETRY_S = 0.2
+TUNNEL_S = 60.0
+"""How long a rank's connection to the store may wait for node 0 to answer."""
+GOODBYE_S = 5.0
+"""How long the other nodes may take to hear that this one leaves."""
+HEAD_REMEDY = "pass the same --head on every node; its port must be free there and reachable"
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Result = TypeVar("Result")
+
+
+class RendezvousOverError(Exception):
+    """Another node has left for good; there is no further round."""
+
+
+class LinkLostError(Exception):
+    """The connection to node 0 ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What this node was told on its command line."""
+
+    node: int
+    num_nodes: int
+    num_processes: int
+    head: str
+    """HOST:PORT of node 0."""
+    wait_s: float
+
+
+class Membership:
+    """This node's membership in a job of several nodes.
+
+    `Membership(place, env)` returns when all nodes have come, and raises on all of them, in the
+    same words, if they have not in time or do not fit together.
+    """
+
+    def __init__(self, place: Place, env: Mapping[str, str]) -> None:
+        self.place = place
+        self.host, self.port = parse_head(place.head)
+        self.token = job_token(env)
+        self.key_path = key_path(env)
+        self.run_id = ""
+        self.processes: list[int] = []
+        """How many ranks each node starts."""
+        self.num_waiting = 0
+        """How many nodes wait for a new round, which this one has not joined yet."""
+        self.is_over = False
+        """Whether another node has left for good."""
+        self.loss: str | None = None
+        """Which node was lost, and how, since the round began."""
+        self._link: asyncio.StreamWriter | None = None
+        self._answer: asyncio.Future[dict[str, Any]] | None = None
+        self._refusal: LaunchError | None = None
+        self._beats_missed = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tunnel: asyncio.Server | None = None
+        self._coordinator: Coordinator | None = None
+        self._loop = asyncio.new_event_loop()
+        # A flood of strangers may exhaust this process's files; asyncio tries again by itself.
+        self._loop.set_exception_handler(lambda *_: None)
+        self._thread = threading.Thread(target=self._run_loop, name="rendezvous", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._enter())
+        except BaseException:
+            self.leave()
+            raise
+
+    def join(self, store_port: int = 0) -> int:
+        """Wait until all nodes begin a round; return the port on which its store is reached here.
+
+        Node 0 passes the port of the store it made for this round.
+
+        Raises:
+            RendezvousOverError: if another node has left for good.
+            LaunchError: naming the nodes that did not come.
+        """
+        return self._call(self._join(store_port))
+
+    def leave(self) -> None:
+        """Tell the others that this node leaves for good. Safe to call twice."""
+        if not self._thread.is_alive():
+            return
+        ended = asyncio.run_coroutine_threadsafe(self._leave(), self._loop)
+        try:
+            ended.result(2 * GOODBYE_S)
+        except TimeoutError:
+            pass
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(GOODBYE_S)
+
+    def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # --- In the thread ---------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.sleep(0))  # a socket closes in the next turn
+        self._loop.close()
+
+    async def _enter(self) -> None:
+        if self.place.node == 0:
+            await self._open_head()
+        await self._connect(self._loop.time() + self.place.wait_s)
+
+    async def _open_head(self) -> None:
+        """Listen on the addresses that --head names here.
+
+        If it names none of this machine's (NAT, a container) or a loopback address under another
+        name than localhost (Debian's 127.0.1.1), listen on all: every connection proves the token.
+        """
+        own = Coordinator(self.token, self.place.num_nodes, self.place.wait_s)
+        try:
+            addresses = [address for _, address in own_addresses(self.host)]
+            await own.open(addresses or None, self.port)
+        except OSError as error:
+            raise LaunchError(
+                f"the head {self.place.head} cannot be opened here: {_reason(error)}", HEAD_REMEDY
+            ) from error
+        self._coordinator = own
+
+    async def _connect(self, deadline: float) -> None:
+        """Connect to node 0 and wait until all nodes have come."""
+        reader, writer = await self._dial(deadline)
+        self._link = writer
+        self._answer = self._loop.create_future()
+        self._beats_missed = 0
+        self._start(self._listen(reader, writer))
+        self._start(self._beat(writer))
+        send(
+            writer,
+            "member",
+            node=self.place.node,
+            num_nodes=self.place.num_nodes,
+            num_processes=self.place.num_processes,
+            host=socket.gethostname(),
+        )
+        try:
+            answer = await self._answer
+        except LinkLostError as lost:
+            raise LaunchError(
+                f"node 0 at {self.place.head} ended before all {self.place.num_nodes} nodes came",
+                "see what node 0 says, then run the same command on every node",
+            ) from lost
+        processes = [int(count) for count in answer["processes"]]
+        if self.processes and self.processes != processes:
+            raise LaunchError(
+                f"node 0 came back to a group of {sum(processes)} ranks; this one had "
+                f"{sum(self.processes)}",
+                "pass the same --nodes and --gpus as before, or start all nodes again",
+            )
+        self.processes = processes
+        self.run_id = str(answer["run_id"])
+
+    async def _dial(self, deadline: float) -> Stream:
+        """Connect to the head and prove the token, as often as it takes."""
+        notice = self._loop.time() + coordinator.NOTICE_S
+        while True:
+            writer = None
+            try:
+                async with asyncio.timeout(HANDSHAKE_S):
+                    host = self.host
+                    if self._coordinator is not None and not own_addresses(host):
+                        host = LOOPBACK  # node 0 listens everywhere, and is itself nearest
+                    reader, writer = await asyncio.open_connection(
+                        host, self.port, limit=LINE_BYTES, happy_eyeballs_delay=0.25
+                    )
+                    await greet_head(reader, writer, self.token)
+                    return reader, writer
+            except WrongTokenError as error:
+                raise LaunchError(
+                    f"the head {self.place.head} turned this node away: the job token differs",
+                    f"set {TOKEN_VARIABLE} to the same value on every node, or copy the key file "
+                    f"{self.key_path} from node 0",
+                ) from error
+            except BROKEN as error:
+                if writer is not None:
+                    writer.close()
+                if self._loop.time() >= deadline:
+                    raise LaunchError(
+                        f"the head {self.place.head} does not answer within "
+                        f"{self.place.wait_s:g} s: {_reason(error)}",
+                        HEAD_REMEDY,
+                    ) from error
+                if self._loop.time() >= notice:
+                    notice = deadline + 1
+                    _say(f"the head {self.place.head} does not answer yet: {_reason(error)}")
+            await asyncio.sleep(RETRY_S)
+
+    async def _join(self, store_port: int) -> int:
+        deadline = self._loop.time() + self.place.wait_s
+        while True:
+            self.num_waiting = 0
+            self.loss = None
+            if self._refusal is not None:
+                raise self._refusal
+            if self.is_over:
+                raise RendezvousOverError
+            if self._link is None:
+                await self._connect(deadline)
+            assert self._link is not None
+            self._answer = self._loop.create_future()
+            send(self._link, "join", store_port=store_port)
+            try:
+                answer = await self._answer
+            except LinkLostError:  # node 0 is gone; it may be started again
+                continue
+            if answer["kind"] == "over":
+                raise RendezvousOverError
+            return await self._open_tunnel(int(answer["round"]), store_port)
+
+    async def _open_tunnel(self, number: int, store_port: int) -> int:
+        """Return a port of this node's loopback that leads to the store of a round."""
+        if store_port:  # it is on this node
+            return store_port
+        if self._tunnel is not None:
+            self._tunnel.close()
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                head = await self._dial(self._loop.time() + TUNNEL_S)
+                send(head[1], "store", round=number)
+                await splice((reader, writer), head)
+            except (*BROKEN, LaunchError):
+                pass  # the rank whose connection ends here says so
+            finally:
+                writer.close()
+
+        self._tunnel = await asyncio.start_server(pass_on, LOOPBACK, 0, limit=LINE_BYTES)
+        return int(self._tunnel.sockets[0].getsockname()[1])
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take in what node 0 says, until the connection ends."""
+        reason = "its launcher ended, or the network cut it off"
+        try:
+            while True:
+                message = await receive(reader)
+                self._beats_missed = 0
+                self._take(message)
+        except (*BROKEN, KeyError, TypeError):
+            if self._beats_missed >= coordinator.MISSED_BEATS:
+                silence_s = coordinator.BEAT_S * coordinator.MISSED_BEATS
+                reason = f"it gave no sign of life for {silence_s:g} s"
+        finally:
+            writer.close()
+            self._link = None
+            if not self.is_over:
+                self.loss = f"node 0 ({self.place.head}) is gone: {reason}"
+            if self._answer is not None and not self._answer.done():
+                self._answer.set_exception(LinkLostError())
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        is_waiting = self._answer is not None and not self._answer.done()
+        if kind in ("welcome", "round", "over"):
+            self.is_over = self.is_over or kind == "over"
+            if is_waiting:
+                self._answer.set_result(message)  # type: ignore[union-attr]
+        elif kind == "refused":
+            self._refusal = LaunchError(str(message["problem"]), str(message["remedy"]))
+            if is_waiting:
+                self._answer.set_exception(self._refusal)  # type: ignore[union-attr]
+        elif kind == "waiting":
+            self.num_waiting = int(message["count"])
+        elif kind == "left":
+            self.is_over = True
+        elif kind == "lost":
+            self.loss = f"{message['title']} is gone: {message['reason']}"
+
+    async def _beat(self, writer: asyncio.StreamWriter) -> None:
+        """Give node 0 a sign of life, and drop the connection if it gives none."""
+        while not writer.is_closing():
+            await asyncio.sleep(coordinator.BEAT_S)
+            self._beats_missed += 1
+            if self._beats_missed >= coordinator.MISSED_BEATS:
+                writer.transport.abort()
+            else:
+                send(writer, "beat")
+
+    async def _leave(self) -> None:
+        if self._tunnel is not None:
+            self._tunnel.close()
+        if self._link is not None:
+            writer = self._link
+            send(writer, "goodbye")
+            try:
+                async with asyncio.timeout(GOODBYE_S):
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
+            except BROKEN:
+                pass
+        if self._coordinator is not None:
+            await self._coordinator.close(GOODBYE_S)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)  # asyncio itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+
+
+def _reason(error: BaseException) -> str:
+    """Say in a few words why a connection failed."""
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, EOFError):
+        return "the connection ended"
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    if isinstance(error, OSError) and error.strerror:  # a name that does not resolve
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"lockstep: {text}\n")
+    sys.stderr.flush()
+
+
+def parse_head(head: str) -> tuple[str, int]:
+    """Return host and port.
+
+    >>> parse_head("node1:29500"), parse_head("[fd00::2]:29500")
+    (('node1', 29500), ('fd00::2', 29500))
+    """
+    host, _, port = head.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise LaunchError(f"--head {head!r} is no HOST:PORT", "pass --head node1:29500")
+    return host.strip("[]"), int(port)
