@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

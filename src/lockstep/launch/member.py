@@ -9,6 +9,7 @@ network while it watches its ranks, nor falls silent while it waits for them.
 
 import asyncio
 import os
+import re
 import socket
 import sys
 import threading
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lockstep.addresses import LOOPBACK, own_addresses
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, shown
 from lockstep.launch import coordinator
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.handshake import (
@@ -33,6 +34,7 @@ from lockstep.launch.handshake import (
     send,
     splice,
 )
+from lockstep.text_input import whole_number
 
 RETRY_S = 0.2
 TUNNEL_S = 60.0
@@ -368,6 +370,7 @@ def parse_head(head: str) -> tuple[str, int]:
     (('node1', 29500), ('fd00::2', 29500))
     """
     host, _, port = head.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise LaunchError(f"--head {head!r} is no HOST:PORT", "pass --head node1:29500")
-    return host.strip("[]"), int(port)
+    number = whole_number(port, most=65_535)
+    if not number or re.fullmatch(r"[!-~]{1,255}", host) is None:
+        raise LaunchError(f"--head {shown(head)} is not HOST:PORT", "pass --head node1:29500")
+    return host.strip("[]"), number
