@@ -116,5 +116,5 @@ def interface_towards(host: str) -> str | None:
         return None
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.split("%")[0] == own.split("%")[0] for one in addresses):
-            return name
+            return str(name)
     return None

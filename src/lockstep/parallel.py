@@ -218,7 +218,7 @@ def sync_buffers(model: nn.Module, world: World) -> None:
         return
     flat = torch.cat([b.reshape(-1).view(torch.uint8) for b in buffers])
     world.all_from_first(flat)
-    pieces = flat.split([b.numel() * b.element_size() for b in buffers])
+    pieces = torch.split(flat, [b.numel() * b.element_size() for b in buffers])
     for buffer, piece in zip(buffers, pieces, strict=True):
         buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
 

@@ -131,7 +131,7 @@ def _run_ranks(
         multiprocessing.set_forkserver_preload(preloaded(command.restarts))
         forkserver.ensure_running()  # it imports torch while we do
 
-    from torch.distributed import DistError  # type: ignore[attr-defined]
+    from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from lockstep.launch.rendezvous import OneNodeRendezvous, SeveralNodesRendezvous

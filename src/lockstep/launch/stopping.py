@@ -277,7 +277,7 @@ def descendants() -> set[psutil.Process]:
 def kill_all(family: set[psutil.Process]) -> None:
     """Kill processes, and what they have started meanwhile, and wait until they are gone."""
     # It removes the names of semaphores, and ends with us.
-    kept = getattr(resource_tracker._resource_tracker, "_pid", None)  # type: ignore[attr-defined]
+    kept = getattr(resource_tracker._resource_tracker, "_pid", None)
     for _ in range(3):
         family = {process for process in family | descendants() if process.pid != kept}
         for process in family:
