@@ -26,8 +26,6 @@ MOST_EXTRA = 5
 
 def take_up(folder: Path, num_steps: int, first: int, mutant: str) -> int:
     """Launch leg after leg until one of them finishes the run."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
     from lockstep.launch.local import LaunchRequest, launch
 
     legs = schedule.read(folder / "chaos" / "schedule.json")
@@ -37,10 +35,7 @@ def take_up(folder: Path, num_steps: int, first: int, mutant: str) -> int:
         words = ("-m", "chaos.train", str(folder), str(num_steps), str(number), mutant)
         note(folder, "launch", leg=number, size=leg.size)
         arm_fork(folder, number, leg)
-        try:
-            code = launch(LaunchRequest(words, leg.size, restarts=leg.restarts))
-        except SignalException as stopped:  # it came while nothing was running
-            code = 128 + int(stopped.sigval)
+        code = launch(LaunchRequest(words, leg.size, restarts=leg.restarts))
         note(folder, "left", leg=number, code=code)
         if code == 0:
             break
