@@ -86,6 +86,7 @@ def claim(folder: Path, above: int, steps: Iterable[int]) -> Generation:
     """Take a folder over, with a number that is higher than `above` and every other claim.
 
     Raises:
+        TakenOverError: another group has already taken it over from this one.
         OSError: the claim cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,10 +103,14 @@ def claim(folder: Path, above: int, steps: Iterable[int]) -> Generation:
             os.unlink(folder / file_name(number))
     since = datetime.now(UTC).isoformat(timespec="seconds")
     own = Generation(number, tuple(sorted(steps)), socket.gethostname(), os.getpid(), since)
-    with replacing(folder, file_name(number)) as file:
-        file.write(json.dumps(asdict(own)).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with replacing(folder, file_name(number)) as file:
+            file.write(json.dumps(asdict(own)).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except FileNotFoundError:
+        raise_if_taken_over(folder, number)  # by a group that removes what earlier ones had begun
+        raise
     flush_folder(folder)
     for name in os.listdir(folder):
         older = _ANY_NAME.match(name)
