@@ -88,12 +88,8 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
     head, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if launcher == "srun":
         # Ranks on one node need no address that the network can reach.
-        first = (
-            "localhost"
-            if local_size == size
-            else _first_host(env.get("SLURM_STEP_NODELIST", "localhost"))
-        )
-        head = head or first
+        nodes = "localhost" if local_size == size else env.get("SLURM_STEP_NODELIST", "localhost")
+        head = head or _first_host(nodes)
         port = port or str(_port_from(f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"))
     if launcher == "mpi" and local_size == size:
         head = head or "localhost"

@@ -406,6 +406,12 @@ def test_the_clock_of_these_tests_is_ahead(skewed_clock: Path) -> None:
     assert 3_500 < float(shown) - time.time() < 3_700
 
 
+def test_a_script_that_makes_its_own_group_reaches_the_store_from_every_node(start: Start) -> None:
+    both = [start(*command, MEET, "--group_first") for command in nodes_of(2)]
+    assert [one.finish() for one in both] == [0, 0], both[0].text + both[1].text
+    assert all('"sum": 3.0' in one.text for one in both)
+
+
 # --- A node that dies -----------------------------------------------------------------------------
 
 
