@@ -203,7 +203,8 @@ def _make_group(launch: Launch, place: torch.device, timeout_s: float) -> tuple[
         ) from error
     _stores[launch] = kept
     if _num_groups == 0:
-        atexit.register(_end_group)
+        atexit.register(let_gloo_finish)
+        atexit.register(_end_group)  # the last to be registered is the first to run
     _num_groups += 1
     _own = _OwnGroup(dist.group.WORLD, place, timeout_s, os.getpid())
     return _own, backend
@@ -273,9 +274,6 @@ class World:
         """The process group, if this world made it."""
         # What ranks tell each other through the host, NCCL alone cannot carry.
         self._host = dist.new_group(backend="gloo") if backend == "cuda:nccl" else None
-        if backend is not None:
-            atexit.unregister(let_gloo_finish)
-            atexit.register(let_gloo_finish)
 
     @classmethod
     def enter(
@@ -297,7 +295,10 @@ class World:
             _leave_group()
         if dist.is_initialized():
             world = cls(launch, place, _check_group(launch))
-            if own is not None and world.is_first:
+            if own is None:
+                atexit.unregister(let_gloo_finish)
+                atexit.register(let_gloo_finish)
+            elif world.is_first:
                 _report_kept(own, place, timeout_s)
             return world
         if launch.size == 1:
