@@ -140,7 +140,7 @@ class Remembering(nn.Module):
 
 
 class EachItsOwn(TinyTask):
-    """Ranks end up with other buffers, and remember more the higher they are."""
+    """Ranks end up with other buffers; what the task remembers is the same on all of them."""
 
     seen = torch.zeros(0)
 
@@ -148,7 +148,8 @@ class EachItsOwn(TinyTask):
         return nn.Sequential(super().build_model(), Remembering())
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
-        self.seen = torch.cat([self.seen, torch.ones(10 + 90 * context.world.rank)])
+        if context.training:  # of held-out batches ranks have different numbers
+            self.seen = torch.cat([self.seen, torch.ones(10)])
         return super().loss(model, batch, context)
 
     def state(self) -> dict[str, Any]:
