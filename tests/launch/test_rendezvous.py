@@ -262,7 +262,7 @@ def test_the_planted_fault_what_is_unpickled_would_be_seen(tmp_path: Path) -> No
 
 IMPATIENT = (
     "import sys; from lockstep.launch import coordinator; "
-    "coordinator.BEAT_S, coordinator.MISSED_BEATS = 0.2, 10; "
+    "coordinator.BEAT_S, coordinator.MISSED_BEATS = 0.5, 10; "
     "from lockstep.cli.main import main; main()"
 )
 
@@ -285,7 +285,7 @@ def test_a_machine_that_is_cut_off_is_named_on_the_other_and_both_end(
     wait_for_ranks(tmp_path, 2, *both)
     machines.cut("node1")
     assert [one.finish(60) for one in both] == [1, 1]
-    silence = "is gone: it gave no sign of life for 2 s\n  try: run the same command on every"
+    silence = "is gone: it gave no sign of life for 5 s\n  try: run the same command on every"
     assert f"lockstep: node 1 (node1) {silence}" in both[0].text, both[0].text
     assert f"lockstep: node 0 (node0:29500) {silence}" in both[1].text, both[1].text
 
@@ -294,16 +294,17 @@ def test_a_machine_that_is_cut_off_is_named_on_the_other_and_both_end(
 
 
 def test_another_token_is_one_sentence_on_both_nodes(start: Start) -> None:
-    first, second = nodes_of(2, None, "--wait=8")
+    first, second = nodes_of(2)
     head = start(*first, MEET)
-    other = start(*second, MEET, env={"LOCKSTEP_JOB_TOKEN": secrets.token_hex(16)})
+    # A process of its own: pytest would keep to itself what a thread of a fork raises.
+    another = {"LOCKSTEP_JOB_TOKEN": secrets.token_hex(16)}
+    other = start(LOCKSTEP, *second[1:], MEET, env=another)
     assert other.finish() == 2, other.text
     assert other.text.count("\n") == 2
     assert "turned this node away: the job token differs\n  try: set LOCKSTEP_JOB_" in other.text
-    assert head.finish() == 2, head.text
     turned_away = "lockstep: a launcher on 127.0.0.1 was turned away: its job token differs\n  try:"
     assert head.text.count(turned_away) == 1, head.text
-    assert "of 2 nodes, these did not come within 8 s: node 1" in head.text
+    assert head.process.poll() is None, "it still waits for the right one"
 
 
 def test_nodes_that_were_told_different_numbers_of_nodes_all_say_so(start: Start) -> None:
@@ -325,10 +326,11 @@ def test_a_node_rank_that_was_given_twice_is_named_on_all_nodes(start: Start) ->
 
 def test_a_head_that_never_comes_is_said_in_a_sentence(start: Start) -> None:
     _, second = nodes_of(2, None, "--wait=1")
-    alone = start(*second, MEET)
+    alone = start(LOCKSTEP, *second[1:], MEET)
     assert alone.finish() == 2, alone.text
     said = "does not answer within 1 s: Connection refused\n  try: pass the same --head"
     assert said in alone.text
+    assert alone.text.count("\n") == 2
 
 
 def test_a_head_whose_port_is_taken_is_said_in_a_sentence(start: Start) -> None:
@@ -336,7 +338,7 @@ def test_a_head_whose_port_is_taken_is_said_in_a_sentence(start: Start) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first, _ = nodes_of(2, taken.getsockname()[1])
-        head = start(*first, MEET)
+        head = start(LOCKSTEP, *first[1:], MEET)
         assert head.finish() == 2, head.text
     assert "cannot be opened here: " in head.text
     assert "in use\n  try: pass the same --head" in head.text

@@ -137,12 +137,16 @@ class Membership:
 
     def _run_loop(self) -> None:
         self._loop.run_forever()
-        left = asyncio.all_tasks(self._loop)
+        self._loop.run_until_complete(self._end_tasks())
+        self._loop.close()
+
+    @staticmethod
+    async def _end_tasks() -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.run_until_complete(asyncio.sleep(0))  # a socket closes in the next turn
-        self._loop.close()
+        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.sleep(0)  # a socket closes in the next turn
 
     async def _enter(self) -> None:
         if self.place.node == 0:
