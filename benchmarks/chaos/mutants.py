@@ -219,7 +219,7 @@ def statistics_of_a_rank() -> None:
 
 
 def oldest_taken() -> None:
-    def latest(found: Any) -> Any:
+    def latest(found: Any, *_: Any) -> Any:
         steps = found.steps()
         return (store.read_checkpoint(found.path(steps[0])) if steps else None), []
 

@@ -425,11 +425,11 @@ def watch_saves(armed: Armed) -> None:
             return
         plain["fsync"](file)
 
-    def renaming(old: Any, new: Any) -> None:
+    def renaming(old: Any, new: Any, **words: Any) -> None:
         if is_now():
             armed.reach("ckpt_rename")
             Disk.moved(os.fspath(old), os.fspath(new))
-        plain["rename"](old, new)
+        plain["rename"](old, new, **words)
 
     def pruning(*args: Any) -> None:
         armed.reach("ckpt_prune")

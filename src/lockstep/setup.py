@@ -8,6 +8,7 @@ import gc
 import json
 import platform
 import shutil
+import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -538,8 +539,11 @@ def _load_task_state(task: Task, checkpoint: Checkpoint) -> None:
     try:
         task.load_state(state)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
         raise CheckpointError(
-            f"{checkpoint.path}: the task cannot load the state in skeletons.task: {error!r:.200}",
+            f"{checkpoint.path}: the task cannot load its saved state (skeletons.task): "
+            f"{type(error).__name__}: {error!s:.200} at {Path(place.filename).name}:{place.lineno} "
+            f"in {place.name}",
             "resume with the code that saved it, or use an older checkpoint",
         ) from error
 
