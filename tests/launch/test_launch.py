@@ -216,6 +216,7 @@ def test_a_rank_that_is_stuck_alone_on_its_machine_is_told_of_there(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "LEFT_S", 0.5)
+    monkeypatch.chdir(tmp_path)  # the script writes into the folder it runs in
     script = tmp_path / "stuck.py"
     where = STUCK.replace('os.environ["RANK"] == "1"', 'os.environ["IS_STUCK"] == "yes"')
     script.write_text(where.replace("SIG_IGN", "SIG_DFL"))
