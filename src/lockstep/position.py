@@ -120,7 +120,7 @@ class Position:
         if self.has_begun:
             return "before its first step"
         if self.is_joining:
-            return "while it waited for the others to start"
+            return "at the start, where ranks meet"
         return "" if self.has_joined else "before it joined the others"
 
 

@@ -195,7 +195,10 @@ def test_a_rank_whose_script_came_to_its_end_too_early_is_named(
     (tmp_path / "absent.py").write_text(ABSENT)
     launched = start(*LAUNCH, "2", tmp_path / "absent.py")
     assert launched.finish() == 6, launched.text
-    assert f"lockstep: rank 1 on {socket.gethostname()} exited with code 0, before" in launched.text
+    assert (
+        f"lockstep: rank 1 on {socket.gethostname()} exited with code 0, but the others"
+        in launched.text
+    )
 
 
 NO_ROOM = (  # as a full /dev/shm has it

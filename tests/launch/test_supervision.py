@@ -58,7 +58,9 @@ def test_a_rank_that_exits_with_0_while_others_need_it_ends_the_run(
 ) -> None:
     launched = begin(start, tmp_path, moment, act, "--restarts=3")
     assert launched.finish(40) == 6, launched.text
-    said = f"lockstep: rank 1 on {HOST} exited with code 0 {where}, before the others were done; "
+    said = (
+        f"lockstep: rank 1 on {HOST} exited with code 0 {where}, but the others still needed it: "
+    )
     assert launched.text.count(said) == 1, launched.text
     assert "\n  try: let all ranks end the script at the same point" in launched.text
     assert "start again" not in launched.text, "the script would end early once more"

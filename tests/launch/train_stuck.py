@@ -5,8 +5,8 @@ python train_stuck.py FOLDER MOMENT ACT
 Moments, in the order a run meets them: import, enter, data, model, first_step, fifth_step,
 evaluation, save, finished, exit. Acts: stop (SIGSTOP), hold (wait in C with the interpreter lock
 held), exit (sys.exit(0)), leave (os._exit(0)), kill (SIGKILL), work (take a second). The rank that
-acts is the last, or the first for `work`. Before it acts it starts a process of its own, and
-leaves a file `acts`.
+acts is the last, or the first for `work`. It leaves a file `acts` first, and
+before `stop` and `hold` it starts a process of its own.
 """
 
 import atexit
@@ -36,7 +36,8 @@ def act_at(moment: str) -> None:
     """Act, if this is the moment and the rank."""
     if moment != MOMENT or int(os.environ["RANK"]) != RANK:
         return
-    subprocess.Popen(["sleep", "1000"])  # nobody's child once its parent is killed
+    if ACT in ("stop", "hold"):
+        subprocess.Popen(["sleep", "1000"])  # it would outlive a rank that is killed
     (FOLDER / "acts").touch()
     match ACT:
         case "stop":

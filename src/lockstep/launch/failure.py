@@ -132,19 +132,12 @@ def _left_early(ranks: Ranks, failed: Mapping[str, Any]) -> Failure | None:
         ended_at = float(record["time"]) if record else 0.0
         if code != 0 or ended_at > float(failed["time"]):
             continue
-        if LOST_PEER.search(error) or position.needs(ranks.position(local)):
-            failing = f"rank {failed['rank']} {position.text()}".rstrip()
-            return early_exit(ranks, local, f"{failing} then failed: {first_sentence(error)}")
+        failing = ", ".join(filter(None, [f"rank {failed['rank']}", position.text()]))
+        if LOST_PEER.search(error):
+            return early_exit(ranks, local, f"{failing}, lost its connection to it")
+        if position.needs(ranks.position(local)):
+            return early_exit(ranks, local, f"{failing}, then failed: {error.splitlines()[0]}")
     return None
-
-
-def first_sentence(error: str) -> str:
-    r"""Return what an error says before it explains.
-
-    >>> first_sentence("RuntimeError: Connection closed by peer [::1]:7. This is typically\n...")
-    'RuntimeError: Connection closed by peer [::1]:7'
-    """
-    return error.splitlines()[0].split(". ")[0]
 
 
 def _abandoned(ranks: Ranks) -> Failure | None:
@@ -152,21 +145,21 @@ def _abandoned(ranks: Ranks) -> Failure | None:
     living = [(ranks.first + local, ranks.position(local)) for local in ranks.living]
     for local, code in enumerate(ranks.codes):
         if code == 0 and any(one.needs(ranks.position(local)) for _, one in living):
-            waiting = ", ".join(f"rank {rank} {one.text()}".rstrip() for rank, one in living)
-            return early_exit(ranks, local, f"still waiting for it: {waiting}")
+            waiting = (f"rank {rank} waits for it {one.text()}".rstrip() for rank, one in living)
+            return early_exit(ranks, local, ", ".join(waiting))
     return None
 
 
 def early_exit(ranks: Ranks, local: int, consequence: str) -> Failure:
     """Return the failure of a rank whose script ended with 0 while others needed it."""
     rank = ranks.first + local
-    where = ranks.position(local).text()
     what = f"lockstep: rank {rank} on {socket.gethostname()} exited with code 0"
-    line = f"{' '.join(filter(None, [what, where]))}, before the others were done; {consequence}"
+    where = " ".join(filter(None, [what, ranks.position(local).text()]))
     remedy = (
-        f"let all ranks end the script at the same point: find the exit() or return that only rank "
+        "let all ranks end the script at the same point: find the exit() or return that only rank "
         f"{rank} reaches"
     )
+    line = f"{where}, but the others still needed it: {consequence}"
     return Failure(rank, EXIT_EARLY, (line,), remedy=remedy)
 
 
