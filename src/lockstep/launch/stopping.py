@@ -253,6 +253,8 @@ def leave(code: int) -> NoReturn:
     """
     for name in SIGNALS:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
+    # The process that forks ranks ends by itself, but not before it has imported torch.
+    kill_all(descendants())
     remove_semaphores()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
