@@ -24,6 +24,7 @@ FINAL_CODES = {2, 3, EXIT_NOT_SAVED, EXIT_EARLY, *EXIT_CODES.values()}
 """Not tried again: a request that cannot work, a non-finite loss, a script that ends too early on
 one rank, a stop that was asked for. The same would happen the second time."""
 RESUME = "start the same command again; it resumes from the newest checkpoint"
+FIND_KILLER = "look at what the script does in that step, and in dmesg for who sends the signal"
 LESS_MEMORY = "lower batch.batch_size or loader.num_workers, or ask for more memory"
 LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|timed? ?out(?!_s)", re.IGNORECASE)
 """What torch says when another rank did not answer; `timeout_s` is a setting of ours."""
@@ -43,6 +44,8 @@ class Failure:
     repeated: str = "the same error {times} times in the same place"
     """What is said of so many of the same."""
     remedy: str = ""
+    loop_remedy: str = ""
+    """The remedy if it has happened too often to try again."""
 
     def text(self, restarts_left: int, is_loop: bool) -> str:
         """Say it, once, for all ranks."""
@@ -51,8 +54,9 @@ class Failure:
             lines.append(f"lockstep: {self.repeated.format(times=CRASH_LOOP)}; not trying again")
         elif restarts_left:
             lines.append(f"lockstep: all ranks start again ({restarts_left} times at most)")
-        if self.remedy and (is_loop or not restarts_left):
-            lines.append(f"  try: {self.remedy}")
+        remedy = self.loop_remedy if is_loop else self.remedy
+        if remedy and (is_loop or not restarts_left):
+            lines.append(f"  try: {remedy}")
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -118,6 +122,7 @@ def killed(ranks: Ranks, local: int, number: signal.Signals) -> Failure:
         identity=f"{number.name} {position.text()}" if has_place else "",
         repeated=f"killed by {number.name} {{times}} times {position.text()}",
         remedy=remedy,
+        loop_remedy=LESS_MEMORY if remedy == LESS_MEMORY else FIND_KILLER,
     )
 
 
