@@ -130,7 +130,6 @@ ON_OTHER_RANKS = {
         "batch size",
         "at the start: 4 samples in a micro-batch instead of 8, 8 samples",
     ),
-    "UnseededData": ("initialisation", "the data set itself differs at every start, not how it is"),
     "FewerForMore": ("data", "at the start: 24 training samples instead of 48"),
     "RankNoise": ("RNG", "step 1, micro-batch 1: the same batch, and the model was given"),
     "RankDropout": ("RNG", "step 1, micro-batch 1: the same inputs and weights"),

@@ -50,8 +50,8 @@ TRY = {
     "seeded by (seed, epoch, sample) before each read; do not use the clock, the rank or a "
     "generator of your own there",
     INITIALISATION: "seed what the script draws while it builds data or model, for example with "
-    "np.random.default_rng(0): lockstep seeds the generators only for build_model and for each "
-    "sample it reads",
+    "np.random.default_rng(0): lockstep seeds the global generators before train_data, eval_data "
+    "and build_model, not what the script draws before them or from generators of its own",
     "RNG": "draw random numbers for the loss from context.generator(NAME); inside the model use "
     "torch's own functions, which are seeded for every micro-batch",
     TASK_STATE: "return it from Task.state() and restore it in Task.load_state(), or compute it "
