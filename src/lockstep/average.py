@@ -73,17 +73,25 @@ class Averages:
         return dict(zip(self._names, self.copies[decay], strict=True))
 
     @torch.no_grad()
-    def load_state(self, decay: float, state: Mapping[str, Tensor]) -> None:
+    def load_state(
+        self, decay: float, state: Mapping[str, Tensor], required: Collection[str] = ()
+    ) -> None:
         """Take back what `state` returned.
 
         The average of a weight that was not trained at that time begins with the weight itself.
+
+        Args:
+            decay: Whose average it is.
+            state: The average, by the model's parameter names.
+            required: Names that it must hold.
 
         Raises:
             CheckpointError: it is not an average of these weights.
         """
         named = dict(self._model.named_parameters())
-        saved = [name for name in named if name in state] if isinstance(state, Mapping) else []
-        check_weights(state, {name: named[name] for name in saved})
+        found = state.keys() if isinstance(state, Mapping) else ()
+        saved = [name for name in named if name in found]
+        check_weights(state, {name: named[name] for name in named if name in {*saved, *required}})
         self.follow(also=saved)
         for name, source, copy in zip(self._names, self._sources, self.copies[decay], strict=True):
             copy.copy_(cut_like(state[name], copy) if name in state else source)

@@ -12,6 +12,7 @@ known in advance and somebody else may have put a link where the run is going to
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
@@ -148,12 +149,24 @@ def _refuse_writable(folder: Path) -> None:
             f"(mode {stat.S_IMODE(found.st_mode):o}), and could replace checkpoints or plant links",
             f"run chmod go-w {folder}, use another output_dir, or set {accept}",
         )
-    if found.st_uid not in (os.geteuid(), 0):
+    if found.st_uid not in (os.geteuid(), 0, _owner_of_new_files(folder)):
         raise CheckpointError(
             f"{folder} belongs to user {found.st_uid} and this run to user {os.geteuid()}: its "
             "owner could replace checkpoints or plant links",
             f"use an output_dir of your own, or set {accept}",
         )
+
+
+def _owner_of_new_files(folder: Path) -> int | None:
+    """Return who owns what this process creates in `folder`; None if it may create nothing.
+
+    Not always the process's user: an NFS server may give what root creates to another one.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            return os.fstat(probe.fileno()).st_uid
+    except OSError:
+        return None
 
 
 def _refuse_foreign_link(folder: Path) -> None:

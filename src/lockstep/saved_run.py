@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import Checkpoint
 from lockstep.checkpoint.layout import damaged
-from lockstep.checkpoint.manifest import Count, Text, first_fault, shown
+from lockstep.checkpoint.manifest import Count, Text, first_fault, in_brief
 from lockstep.plan import BatchPlan, Contract
 from lockstep.progress import Progress
 
@@ -45,10 +45,10 @@ class SavedPrint(BaseModel):
     def _digests(cls, samples: dict[str, list[Any]]) -> dict[str, list[Any]]:
         for index, found in samples.items():
             if not (index.isascii() and index.isdigit() and len(index) < 19):
-                raise ValueError(f"{shown(index)} is not the number of a sample")
+                raise ValueError(f"{in_brief(index)} is not the number of a sample")
             is_digest = 3 <= len(found) <= 4 and isinstance(found[0], str)
             if not is_digest or not all(_is_number(value) for value in found[1:]):
-                raise ValueError(f"{shown(index)} is not a digest and two or three numbers")
+                raise ValueError(f"{in_brief(index)} is not a digest and two or three numbers")
         return samples
 
 
@@ -111,7 +111,7 @@ def _check_contract(contract: Mapping[str, Any]) -> None:
     _check_fields(Contract, contract, "contract")
     for name in ("base_lr", "effective_lr"):
         if not 0 < contract[name] < math.inf:
-            raise ValueError(f"contract.{name} is {shown(contract[name])}, not a learning rate")
+            raise ValueError(f"contract.{name} is {in_brief(contract[name])}, not a learning rate")
     plan = contract["plan"]
     _check_fields(BatchPlan, plan, "contract.plan")
     for name, value in plan.items():
@@ -119,7 +119,7 @@ def _check_contract(contract: Mapping[str, Any]) -> None:
         highest = MAX_HALVINGS if name == "halvings" else MAX_SAMPLES
         if not lowest <= value <= highest:
             raise ValueError(
-                f"contract.plan.{name} is {shown(value)}, not between {lowest} and {highest}"
+                f"contract.plan.{name} is {in_brief(value)}, not between {lowest} and {highest}"
             )
     if plan["samples_per_epoch"] > plan["num_samples"]:
         raise ValueError(
@@ -131,14 +131,14 @@ def _check_contract(contract: Mapping[str, Any]) -> None:
 def _check_fields(kind: type[Any], values: Any, path: str) -> None:
     """Compare the keys and types of a saved dataclass with those of the class."""
     if not isinstance(values, dict):
-        raise ValueError(f"{path} is {shown(values)}, not a dict")
+        raise ValueError(f"{path} is {in_brief(values)}, not a dict")
     known = {field.name: field for field in fields(kind)}
     for name, field in known.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{path}.{name} is missing")
     for name, value in values.items():
         if name not in known:
-            raise ValueError(f"{path} has the unknown field {shown(name)}")
+            raise ValueError(f"{path} has the unknown field {in_brief(name)}")
         wanted: Any = known[name].type
         is_wrong = (
             (wanted is int and type(value) is not int)
@@ -146,49 +146,53 @@ def _check_fields(kind: type[Any], values: Any, path: str) -> None:
             or (wanted is str and not (isinstance(value, str) and len(value) <= 200))
         )
         if is_wrong:
-            raise ValueError(f"{path}.{name} is {shown(value)}, not of type {wanted.__name__}")
+            raise ValueError(f"{path}.{name} is {in_brief(value)}, not of type {wanted.__name__}")
 
 
 def _check_progress(state: Any, checkpoint: Checkpoint) -> None:
     if not isinstance(state, dict):
-        raise ValueError(f"it is {shown(state)}, not a dict")
+        raise ValueError(f"it is {in_brief(state)}, not a dict")
     known = {field.name for field in fields(Progress)} - {"pending", "bad"}
     if unknown := [key for key in state if key not in known]:
-        raise ValueError(f"{shown(unknown[0])} is unknown")
+        raise ValueError(f"{in_brief(unknown[0])} is unknown")
     if missing := {"step", "consumed", "ledger", "interval", "epoch"} - state.keys():
         raise ValueError(f"{min(missing)} is missing")
     if type(state["step"]) is not int or state["step"] != checkpoint.step:
-        raise ValueError(f"step is {shown(state['step'])}, the checkpoint's is {checkpoint.step}")
+        raise ValueError(
+            f"step is {in_brief(state['step'])}, the checkpoint's is {checkpoint.step}"
+        )
     consumed = state["consumed"]
     if type(consumed) is not int or consumed != checkpoint.meta.get("consumed", consumed):
         raise ValueError(
-            f"consumed is {shown(consumed)}, the checkpoint's is "
-            f"{shown(checkpoint.meta.get('consumed'))}"
+            f"consumed is {in_brief(consumed)}, the checkpoint's is "
+            f"{in_brief(checkpoint.meta.get('consumed'))}"
         )
     if not 0 <= consumed < MAX_SAMPLES:
-        raise ValueError(f"consumed is {shown(consumed)}, more than any run consumes")
+        raise ValueError(f"consumed is {in_brief(consumed)}, more than any run consumes")
     _check_ledger(state["ledger"], checkpoint.meta.get("ledger"))
     best = state.get("best")
     if best is not None and not _is_number(best):
-        raise ValueError(f"best is {shown(best)}, not a number")
+        raise ValueError(f"best is {in_brief(best)}, not a number")
     if type(state.get("owes_evaluation", False)) is not bool:
-        raise ValueError(f"owes_evaluation is {shown(state['owes_evaluation'])}, not true or false")
+        raise ValueError(
+            f"owes_evaluation is {in_brief(state['owes_evaluation'])}, not true or false"
+        )
     for name in ("interval", "epoch"):
         sums = state[name]
         if not isinstance(sums, dict) or not all(isinstance(key, str) for key in sums):
-            raise ValueError(f"{name} is {shown(sums)}, not sums by name")
+            raise ValueError(f"{name} is {in_brief(sums)}, not sums by name")
         for key, pair in sums.items():
             is_pair = isinstance(pair, list | tuple | Tensor) and len(pair) == 2
             if not is_pair or not all(_is_number(value) for value in pair):
-                raise ValueError(f"{name}.{shown(key)} is not a sum and a weight")
+                raise ValueError(f"{name}.{in_brief(key)} is not a sum and a weight")
 
 
 def _check_ledger(ledger: Any, said: Any) -> None:
     is_pair = isinstance(ledger, list | tuple) and [type(value) for value in ledger] == [int, int]
     if not is_pair or not (0 <= ledger[0] < 2**64 and 0 <= ledger[1] < MAX_SAMPLES):
-        raise ValueError(f"ledger is {shown(ledger)}, not a digest and a count")
+        raise ValueError(f"ledger is {in_brief(ledger)}, not a digest and a count")
     if said is not None and said != f"{ledger[0]:016x}":
-        raise ValueError(f"ledger is {ledger[0]:016x}, the checkpoint's is {shown(said)}")
+        raise ValueError(f"ledger is {ledger[0]:016x}, the checkpoint's is {in_brief(said)}")
 
 
 def _is_number(value: Any) -> bool:

@@ -35,7 +35,7 @@ from lockstep.checkpoint import (
     snapshot,
 )
 from lockstep.checkpoint.layout import damaged
-from lockstep.checkpoint.manifest import shown
+from lockstep.checkpoint.manifest import in_brief
 from lockstep.config import RunConfig
 from lockstep.data.fingerprint import check_same_samples
 from lockstep.data.ledger import Ledger
@@ -295,7 +295,8 @@ class Run:
                     f"{checkpoint.path} holds no average of decay {decay}",
                     f"the decays it was saved with: {', '.join(saved) or 'none'}",
                 )
-            self.averages.load_state(decay, checkpoint.load(name))
+            always = checkpoint.meta.get("trained_at_start", self.trained_at_start)
+            self.averages.load_state(decay, checkpoint.load(name), required=always)
         if self.scaler and "scaler" in checkpoint.parts:
             load_scaler(self.scaler, checkpoint.load("scaler"))
 
@@ -535,7 +536,7 @@ def _load_task_state(task: Task, checkpoint: Checkpoint) -> None:
     """Give the task what it saved; what it cannot make sense of is the checkpoint's fault."""
     state = checkpoint.load("task")
     if not isinstance(state, Mapping):
-        raise damaged(checkpoint.path, f"manifest.json: skeletons.task is {shown(state)}")
+        raise damaged(checkpoint.path, f"manifest.json: skeletons.task is {in_brief(state)}")
     try:
         task.load_state(state)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

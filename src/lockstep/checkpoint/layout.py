@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import checked_manifest, read_json, shown
+from lockstep.checkpoint.manifest import checked_manifest, in_brief, read_json
 from lockstep.checkpoint.state import FILE_DTYPES, RESERVED_NAME, Share, flatten, unflatten
 from lockstep.checkpoint.state import num_bytes as num_bytes
 from lockstep.errors import CheckpointError, closest
@@ -323,7 +323,7 @@ def _parse_manifest(folder: Path, raw: bytes) -> Checkpoint:
         raise damaged(folder, f"{MANIFEST} is unreadable: {error!r:.200}") from error
     if type(version) is not int or version not in FORMAT_VERSIONS:
         raise CheckpointError(
-            f"{folder} has format version {shown(version)}; this lockstep reads {WHOLE} and "
+            f"{folder} has format version {in_brief(version)}; this lockstep reads {WHOLE} and "
             f"{SHARED}",
             "use the version of lockstep that wrote it",
         )
@@ -336,7 +336,7 @@ def _parse_manifest(folder: Path, raw: bytes) -> Checkpoint:
         for name, facts in manifest.files.items():
             part = facts.part if version == SHARED else name.removesuffix(".safetensors")
             if part not in manifest.skeletons:
-                raise ValueError(f"files.{shown(name)} belongs to no part in skeletons")
+                raise ValueError(f"files.{in_brief(name)} belongs to no part in skeletons")
             files[plain_name(name)] = (facts.size_bytes, facts.sha256, part)
         whole = {file_name(part) for part in manifest.skeletons}
         if version == WHOLE and set(files) != whole:

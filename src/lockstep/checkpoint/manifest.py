@@ -87,15 +87,15 @@ def checked_manifest(tree: Any) -> Manifest:
 def first_fault(invalid: ValidationError) -> str:
     """Return what pydantic found first: the field, its value and what it should be."""
     fault = invalid.errors()[0]
-    path = ".".join(shown(part) for part in fault["loc"]) or "it"
+    path = ".".join(in_brief(part) for part in fault["loc"]) or "it"
     if fault["type"] == "missing":
         return f"{path} is missing"
     message = fault["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    return f"{path} is {shown(fault['input'])}: {message}"
+    return f"{path} is {in_brief(fault['input'])}: {message}"
 
 
-def shown(value: Any) -> str:
+def in_brief(value: Any) -> str:
     """Return a value of unknown origin as it may stand in a message: short, in ASCII, on a line."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__} of {len(value)}"
@@ -127,16 +127,18 @@ def check_skeleton(skeleton: Any, path: str) -> None:
                 keys = set()
                 for item in items:
                     if not (isinstance(item, list) and len(item) == 2):
-                        raise ValueError(f"{where} has {shown(item)} in place of a key and a value")
+                        raise ValueError(
+                            f"{where} has {in_brief(item)} in place of a key and a value"
+                        )
                     key, value = item
                     if type(key) not in (str, int):
-                        raise ValueError(f"{where} has {shown(key)} in place of a key")
+                        raise ValueError(f"{where} has {in_brief(key)} in place of a key")
                     if key in keys:
-                        raise ValueError(f"{where} has the key {shown(key)} twice")
+                        raise ValueError(f"{where} has the key {in_brief(key)} twice")
                     keys.add(key)
-                    waiting.append((value, f"{where}.{shown(key)}"))
+                    waiting.append((value, f"{where}.{in_brief(key)}"))
             case _:
-                raise ValueError(f"{where} is {shown(node)}, which no checkpoint holds")
+                raise ValueError(f"{where} is {in_brief(node)}, which no checkpoint holds")
 
 
 def _is_tensor(node: dict[str, Any]) -> bool:
