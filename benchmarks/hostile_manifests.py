@@ -6,8 +6,8 @@ Trains tiny runs on one rank, on two, and on two that save a shard each. Then, `
 one of their folders, changes one to three places in the newest manifest (values of other types,
 huge numbers, deep nesting, missing keys, lone surrogates), computes its hash again, and resumes
 with `fit`. A resume may train on, fall back to the previous checkpoint, or refuse in one sentence
-(a LockstepError, exit code 2); each within 2 s of CPU time and 1 GB. `commands` more are resumed by
-`lockstep launch`, whose output must hold no traceback. Prints a table.
+(a LockstepError, exit code 2); each within 2 s of CPU time and 1 GB. `commands` more are resumed as
+a recipe under `lockstep launch`, whose output must hold no traceback. Prints a table.
 """
 
 import argparse
@@ -253,13 +253,15 @@ SCRIPT = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {benchmarks!r})
-from hostile_manifests import train
-train(Path({folder!r}), 6)
+from hostile_manifests import config_of
+from lockstep.testing import TinyTask
+from lockstep_recipes.command import train
+train(lambda words: (TinyTask(24, 4), config_of(Path({folder!r}), 6)), [])
 """
 
 
 def by_command(count: int, seed: int, folder: Path) -> list[str]:
-    """Resume some through `lockstep launch`; return what ends in anything but words."""
+    """Resume some as a recipe; return what ends in anything but words."""
     bad = []
     runs = sources(folder / "for commands")
     for number in range(count):

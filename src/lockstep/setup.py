@@ -284,7 +284,16 @@ class Run:
             parameter.requires_grad_(name in then)
 
     def _restore_weights(self, checkpoint: Checkpoint) -> None:
-        """Take back model, optimizer, averages and scaler."""
+        """Take back model, optimizer, averages and scaler; an error says of which checkpoint."""
+        try:
+            self._load_weights(checkpoint)
+        except CheckpointError as error:
+            if str(checkpoint.path) in error.problem:
+                raise
+            problem = f"{checkpoint.path}: {error.problem}"
+            raise CheckpointError(problem, error.remedy) from error
+
+    def _load_weights(self, checkpoint: Checkpoint) -> None:
         load_model_state(bare(self.model), checkpoint.load("model"))
         self._load_optimizer(checkpoint.load("optimizer"))
         for decay in self.config.averages:

@@ -197,10 +197,11 @@ def test_a_part_that_makes_no_sense_is_refused(
     name: str, runs: list[Source], tmp_path: Path
 ) -> None:
     change, words = PARTS[name]
-    changed(runs[0], tmp_path / "run", change)
+    newest = changed(runs[0], tmp_path / "run", change)
     outcome = resumed(lambda: train(tmp_path / "run", 6), tmp_path / "output")
     assert outcome.kind == "refused", outcome.said
     assert words in outcome.said
+    assert outcome.said.startswith(f"{newest}: ")
 
 
 @pytest.mark.parametrize("filler", [b"[],", b'["a",{"b":[]}],', b"1,"], ids=str)
