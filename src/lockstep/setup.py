@@ -65,7 +65,7 @@ from lockstep.runtime import World, launched
 from lockstep.saved_run import check_saved_run, load_progress
 from lockstep.sharding import is_sharded, shard
 from lockstep.task import Task
-from lockstep.trained import TrainedParameters, describe_changes, list_names
+from lockstep.trained import TrainedParameters, describe_changes, differences, list_names
 
 SAME_FILES = (
     "build the same data on every rank: take no seed from the rank or the clock, sort file lists, "
@@ -208,8 +208,8 @@ class Run:
         if other is not None:
             here, there = (describe_changes(*json.loads(said[rank])) for rank in (0, other))
             raise ConfigError(
-                f"ranks 0 and {other} do not train the same parameters: rank 0 has {here}, rank "
-                f"{other} has {there}",
+                f"ranks 0 and {other} do not train the same parameters (rank 0: {here}; rank "
+                f"{other}: {there})",
                 "change requires_grad on every rank, in the same step",
             )
         together(self.world, lambda: self._check_optimized(began))
@@ -272,9 +272,7 @@ class Run:
             return  # another model altogether is refused with its weights
         if now != began_with:  # the task has changed, and what it trains now is no accident
             if not self.config.accept_changes:
-                changes = describe_changes(
-                    sorted(set(now) - set(began_with)), sorted(set(began_with) - set(now))
-                )
+                changes = describe_changes(*differences(began_with, now))
                 raise ConfigError(
                     f"this model does not train what the checkpoint's did: {changes}",
                     "train the same parameters, or pass accept_changes=true",

@@ -49,8 +49,7 @@ class TrainedParameters:
 
     def changes(self) -> tuple[list[str], list[str]]:
         """Return the names that are trained now and were not, and those that no longer are."""
-        now = self._names_now()
-        return sorted(set(now) - set(self.names)), sorted(set(self.names) - set(now))
+        return differences(self.names, self._names_now())
 
     def check(self) -> None:
         """Refuse a step whose gradients are not those that were exchanged.
@@ -61,8 +60,9 @@ class TrainedParameters:
         """
         if self.have_changed:
             raise TrainedParametersError(
-                "the trained parameters changed after the model was replicated "
-                f"({describe_changes(*self.changes())}), so ranks would not share all gradients",
+                "the trained parameters or those of the optimizer changed after the model was "
+                f"replicated ({describe_changes(*self.changes())}), so ranks would not share all "
+                "gradients",
                 "call model = world.replicate(model) after changing requires_grad; with a Trainer, "
                 "change it right after the step, and the next one follows",
             )
@@ -82,6 +82,16 @@ class TrainedParameters:
         return [p for group in groups for p in group["params"]]
 
 
+def differences(then: Sequence[str], now: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the names that came and those that went.
+
+    >>> differences(["a", "b"], ["b", "c"])
+    (['c'], ['a'])
+    """
+    before, after = set(then), set(now)
+    return [name for name in now if name not in before], [n for n in then if n not in after]
+
+
 def describe_changes(began: Sequence[str], ended: Sequence[str]) -> str:
     """Say in a few words which parameters are trained now and which no longer are.
 
@@ -90,7 +100,7 @@ def describe_changes(began: Sequence[str], ended: Sequence[str]) -> str:
     """
     said = [f"now trained: {list_names(began)}"] if began else []
     said += [f"now frozen: {list_names(ended)}"] if ended else []
-    return "; ".join(said) or "other parameters in the optimizer"
+    return "; ".join(said) or "no change of requires_grad"
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -217,10 +217,13 @@ class Trainer:
                     "requires_grad changes each time the loss is computed",
                     "change it once, depending on context.step",
                 )
+            refused: LockstepError | None = None
             try:
                 self._follow_trained()
             except LockstepError as error:
-                self._agree(error)  # the steps before are saved, and then this is raised
+                refused = error
+            if refused:
+                self._agree(refused)  # the steps before are saved, and then this is raised
             self.step(batch)
 
     def took(self, report: StepReport, batch: StepBatch) -> None:

@@ -192,7 +192,7 @@ def test_a_rank_that_unfreezes_alone_is_named_on_all(tmp_path: Path) -> None:
     said, *others = run_ranks(2, train, Thawing(rank=1), config_for(tmp_path))
     assert others == [said]
     assert "ranks 0 and 1 do not train the same parameters" in said
-    assert "rank 1 has now trained: 0.bias, 0.weight" in said
+    assert "(rank 0: no change of requires_grad; rank 1: now trained: 0.weight, 0.bias" in said
     checkpoint, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
     assert checkpoint is not None
     assert checkpoint.step == AT_STEP  # the steps before it are not lost
@@ -210,7 +210,7 @@ class Forgotten(Thawing):
 def test_unfrozen_parameters_that_no_group_has_are_named(num_ranks: int, tmp_path: Path) -> None:
     said = run_ranks(num_ranks, train, Forgotten("group"), config_for(tmp_path))
     assert set(said) == {said[0]}
-    assert "0.bias, 0.weight now require a gradient, and no parameter group" in said[0]
+    assert "0.weight, 0.bias now require a gradient, and no parameter group" in said[0]
 
 
 class Flickering(Thawing):
@@ -224,6 +224,23 @@ def test_a_loss_that_changes_what_is_trained_each_time_is_refused(tmp_path: Path
     said = run_ranks(2, train, Flickering(), config_for(tmp_path, batch={"batch_size": 4}))
     assert said == [said[0]] * 2
     assert "requires_grad changes each time the loss is computed" in said[0]
+
+
+class Poisoned(Thawing):
+    """Meets a loss that is not finite, once, after it has unfrozen a layer."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        factor = float("nan") if context.training and context.step == AT_STEP + 2 else 1.0
+        return PartialLoss(made.loss_sum * factor, made.weight, made.parts)
+
+
+def test_a_run_rewinds_to_a_checkpoint_from_before_it_unfroze(tmp_path: Path) -> None:
+    config = config_for(tmp_path, on_non_finite="rewind", checkpoint={"every_steps": AT_STEP})
+    first, second = run_ranks(2, loop, Poisoned("group"), config)
+    assert_same(first["weights"], second["weights"])
+    assert_same(first["averages"], second["averages"])
+    assert np.isfinite(first["weights"]["0.weight"]).all()
 
 
 # --- Resume --------------------------------------------------------------------------------------
@@ -278,7 +295,7 @@ class Changed(Thawing):
 def test_a_resume_of_a_task_that_now_trains_something_else_is_refused(tmp_path: Path) -> None:
     assert train(Thawing(), config_for(tmp_path, max_steps=3)) == "not refused"
     said = train(Changed(), config_for(tmp_path))
-    assert "does not train what the checkpoint's did: now trained: 0.bias, 0.weight" in said
+    assert "does not train what the checkpoint's did: now trained: 0.weight, 0.bias" in said
     assert train(Changed(), config_for(tmp_path, accept_changes=True)) == "not refused"
 
 
@@ -310,8 +327,25 @@ def five_lines(again: bool) -> Weights | str:
 def test_five_lines_that_unfreeze_without_replicating_again_are_refused_with_the_names() -> None:
     said, *others = run_ranks(2, five_lines, False)
     assert others == [said]
-    assert "now trained: 0.bias, 0.weight" in said
+    assert "now trained: 0.weight, 0.bias" in said
     assert "try: call model = world.replicate(model) after changing requires_grad" in said
+
+
+def resume_without_the_group(folder: Path) -> str:
+    with World.enter("cpu", timeout_s=20) as world:
+        model = Thawing().build_model()
+        optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+        store = CheckpointStore(folder)
+        grown = torch.optim.SGD(model[3].parameters(), lr=0.1)
+        grown.add_param_group({"params": list(model[0].parameters())})
+        store.save_from(world, 1, optimizer=grown)
+        return refusal(lambda: store.load_into(optimizer=optimizer))
+
+
+def test_five_lines_that_resume_without_an_added_group_are_told_so(tmp_path: Path) -> None:
+    (said,) = run_ranks(1, resume_without_the_group, tmp_path)
+    assert "the saved state of optimizer does not fit" in said
+    assert "add the parameter groups that the saved run had added before load_into" in said
 
 
 def test_five_lines_that_replicate_again_train_the_same_weights_on_all_ranks() -> None:

@@ -268,7 +268,14 @@ class CheckpointStore:
             if isinstance(target, nn.Module):
                 load_model_state(bare(target), checkpoint.load(name))
             elif isinstance(target, Optimizer):
-                load_optimizer(target, checkpoint.load(name))
+                try:
+                    load_optimizer(target, checkpoint.load(name))
+                except (ValueError, KeyError) as error:
+                    raise CheckpointError(
+                        f"the saved state of {name} does not fit: {error}",
+                        "build the same optimizer, and add the parameter groups that the saved run "
+                        "had added before load_into",
+                    ) from error
             else:
                 target.load_state_dict(checkpoint.load(name))
         return checkpoint.step
