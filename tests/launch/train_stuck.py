@@ -26,10 +26,11 @@ from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask
 from lockstep.trainer import fit
 
-FOLDER = Path(sys.argv[1])
-MOMENT = sys.argv[2]
-ACT = sys.argv[3]
-RANK = 0 if ACT == "work" else int(os.environ["WORLD_SIZE"]) - 1
+if __name__ == "__main__":  # pytest imports this file, too
+    FOLDER = Path(sys.argv[1])
+    MOMENT = sys.argv[2]
+    ACT = sys.argv[3]
+    RANK = 0 if ACT == "work" else int(os.environ["WORLD_SIZE"]) - 1
 
 
 def act_at(moment: str) -> None:
@@ -101,6 +102,6 @@ def main() -> None:
     raise SystemExit(result.exit_code)
 
 
-act_at("import")
 if __name__ == "__main__":
+    act_at("import")
     main()
