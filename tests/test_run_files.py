@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep import CheckpointStore, RunConfig, fit, read_events
+from lockstep import CheckpointStore, RunConfig, fit, read_events, run_files
 from lockstep.errors import LockstepError
 from lockstep.observe.console import Console
 from lockstep.observe.events import EventLog
@@ -231,13 +231,44 @@ def test_a_folder_that_a_group_shares_is_used(run: Path) -> None:
     assert train(run) == "done at 2"
 
 
-def test_a_folder_of_another_user_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.chown(run, 4321, -1) if os.geteuid() == 0 else None
-    owner = run.stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+
+
+@AS_ROOT
+def test_a_folder_of_another_user_is_refused(run: Path) -> None:
+    os.chown(run, 4321, -1)
     said = train(run)
-    assert said.startswith(f"CheckpointError, exit code 2: {run} belongs to user {owner} and this")
+    assert said.startswith(f"CheckpointError, exit code 2: {run} belongs to user 4321 and this")
     assert train(run, allow_shared_folder=True) == "done at 2"
+
+
+@AS_ROOT
+def test_a_colleagues_folder_that_our_group_may_write_to_is_used(run: Path) -> None:
+    os.chown(run, 4321, os.getegid())
+    run.chmod(0o2770)
+    assert train(run) == "done at 2"
+
+
+@AS_ROOT
+def test_a_server_that_gives_what_root_makes_to_another_user_is_no_reason_to_refuse(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS with root squash does; the server is faked by the owner of a new folder."""
+    os.chown(run, 65534, -1)
+    squashed = os.stat(run)
+    monkeypatch.setattr(run_files, "_stat_of_new_folder", lambda folder: squashed)
+    assert train(run) == "done at 2"
+
+
+def test_a_run_makes_folders_that_not_everyone_may_write_to_whatever_the_umask(
+    tmp_path: Path,
+) -> None:
+    before = os.umask(0)
+    try:
+        assert train(tmp_path / "open") == "done at 2"
+        assert train(tmp_path / "open") == "done at 2", "started again"
+    finally:
+        os.umask(before)
 
 
 # --- Checkpoints that were moved to another disk ----------------------------------------

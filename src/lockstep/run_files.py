@@ -22,6 +22,8 @@ from lockstep.errors import CheckpointError
 
 SUBFOLDERS: Final = ("events", "samples", "tensorboard", "wandb", "non_finite")
 """Folders that a run makes in its own; `checkpoints` is one too, with a rule of its own."""
+FOLDER_MODE: Final = 0o775
+"""Whatever the umask is, not everyone may write to a folder that a run makes."""
 _LINKED: Final = (errno.ELOOP, errno.ENOTDIR)
 """What the kernel says of a link where a file, or a folder, was to be opened without following."""
 
@@ -141,15 +143,20 @@ def refuse_link(folder: Path, name: str) -> None:
 
 
 def _refuse_writable(folder: Path) -> None:
-    found = folder.stat()
+    found, new = folder.stat(), _stat_of_new_folder(folder)
     accept = "allow_shared_folder=true if you trust everyone who can"
-    if found.st_mode & stat.S_IWOTH:
+    # Some mounts show every folder as open to all, also one that was just made for its owner.
+    has_modes = new is None or not new.st_mode & stat.S_IWOTH
+    if found.st_mode & stat.S_IWOTH and has_modes:
         raise CheckpointError(
             f"every user of this machine can write to {folder} "
             f"(mode {stat.S_IMODE(found.st_mode):o}), and could replace checkpoints or plant links",
             f"run chmod go-w {folder}, use another output_dir, or set {accept}",
         )
-    if found.st_uid not in (os.geteuid(), 0, _owner_of_new_files(folder)):
+    # An NFS server may give what root makes to another user: then that user is us.
+    ours = (os.geteuid(), 0, new.st_uid if new is not None else 0)
+    is_shared = found.st_mode & stat.S_IWGRP and found.st_gid in (os.getegid(), *os.getgroups())
+    if found.st_uid not in ours and not is_shared:
         raise CheckpointError(
             f"{folder} belongs to user {found.st_uid} and this run to user {os.geteuid()}: its "
             "owner could replace checkpoints or plant links",
@@ -157,14 +164,14 @@ def _refuse_writable(folder: Path) -> None:
         )
 
 
-def _owner_of_new_files(folder: Path) -> int | None:
-    """Return who owns what this process creates in `folder`; None if it may create nothing.
-
-    Not always the process's user: an NFS server may give what root creates to another one.
-    """
+def _stat_of_new_folder(folder: Path) -> os.stat_result | None:
+    """Return what a folder made in `folder` for this user alone looks like; None if none can be."""
     try:
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            return os.fstat(probe.fileno()).st_uid
+        probe = tempfile.mkdtemp(dir=folder, prefix=".probe_")
+        try:
+            return os.stat(probe)
+        finally:
+            os.rmdir(probe)
     except OSError:
         return None
 
@@ -196,7 +203,7 @@ def _open(folder: Path | str, name: str, flags: int) -> int:
 def _opened_folder(folder: Path | str, below: Sequence[str], *, make: bool) -> Iterator[int]:
     """Open the folder that the names `below` lead to from `folder`; none of them may be a link."""
     if make:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         path = Path(folder)
@@ -205,7 +212,7 @@ def _opened_folder(folder: Path | str, below: Sequence[str], *, make: bool) -> I
             try:
                 if make:
                     with suppress(FileExistsError):
-                        os.mkdir(name, dir_fd=descriptor)
+                        os.mkdir(name, FOLDER_MODE, dir_fd=descriptor)
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
                 inner = os.open(name, flags, dir_fd=descriptor)
             except OSError as error:

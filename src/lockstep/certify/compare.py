@@ -187,7 +187,7 @@ def compare(a: Life, b: Life, *, bits: bool = True) -> Comparison:
         if not bits:
             kept = STATE[:3] if is_same_so_far and not joint else ("scaler",)
         _look_apart(found, b.steps[step], step)
-        _compare_states(found, a.steps[step], b.steps[step], step, kept)
+        _compare_states(found, a.steps[step], b.steps[step], step, kept, is_joint=joint)
         same = mine.first["state"]["parameters"] == theirs.first["state"]["parameters"]
         is_same_so_far = is_same_so_far and same
         found.counts["parameters"] += 0 if bits else len(mine.first["state"]["parameters"])
@@ -338,14 +338,18 @@ def _compare_states(
     step: int,
     kept: tuple[str, ...],
     at_start: bool = False,
+    is_joint: bool = False,
 ) -> None:
     """Compare what the first ranks carry on; generators follow the last leaf, on the last rank."""
+    # All generators are seeded for every micro-batch, so a start says nothing of them, nor do
+    # micro-batches that are cut in another way.
+    compares_generators = not (at_start or is_joint)
     for stage in (*kept, *HINTS_OF_STATE):
         ranks = (max(a), max(b)) if stage == "random" else (0, 0)
         mine, theirs = a[ranks[0]]["state"][stage], b[ranks[1]]["state"][stage]
         names = [n for n in sorted(mine.keys() | theirs.keys()) if mine.get(n) != theirs.get(n)]
-        if stage == "random":  # all are seeded for every micro-batch: a start says nothing of them
-            names = [name for name in names if name in ("NumPy", "Python") and not at_start]
+        if stage == "random":
+            names = [n for n in names if n in ("NumPy", "Python") and compares_generators]
         found.counts[stage] += len(mine)
         if names:
             before, after = ({n: side.get(n) for n in names} for side in (mine, theirs))

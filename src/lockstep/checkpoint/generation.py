@@ -26,7 +26,7 @@ from typing import Final
 
 from lockstep.checkpoint.layout import flush_folder
 from lockstep.errors import TakenOverError
-from lockstep.run_files import read_bytes, replacing
+from lockstep.run_files import FOLDER_MODE, read_bytes, replacing
 
 _NAME: Final = re.compile(r"generation_(\d{8,18})\.json", re.ASCII)
 _ANY_NAME: Final = re.compile(r"\.?generation_(\d{8,18})\.json", re.ASCII)
@@ -89,7 +89,7 @@ def claim(folder: Path, above: int, steps: Iterable[int]) -> Generation:
         TakenOverError: another group has already taken it over from this one.
         OSError: the claim cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     while True:
         number = max([above, *claims(folder)]) + 1
         try:
