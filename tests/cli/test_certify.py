@@ -148,7 +148,7 @@ IN_THE_DOCS = ("UnsavedCount", "UnseededData", "UnseededModel", "SizeByWorld", "
 
 
 def check_docs(defect: str, finding: Finding) -> None:
-    """See that docs/certify.md quotes the verdict as it is, but for losses, which machines round."""
+    """See that docs/certify.md quotes the verdict, except for losses, which machines round."""
     said = f"differs first: {finding.cause}\n      {finding.says}\n      try: {finding.remedy}\n"
     without_losses = [re.sub(r"\d+\.\d+", "X", text) for text in (said, DOCS.read_text())]
     assert defect not in IN_THE_DOCS or without_losses[0] in without_losses[1]
