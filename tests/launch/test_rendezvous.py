@@ -520,6 +520,32 @@ def test_a_round_begins_when_all_have_joined_and_the_store_is_reached_from_both(
     assert handlers[0].get_run_id() == handlers[1].get_run_id() != ""
 
 
+def in_loop(one: Membership, message: dict[str, object]) -> None:
+    """Have a node receive a message, and return when it has."""
+    received = threading.Event()
+    one._loop.call_soon_threadsafe(one._take, message)
+    one._loop.call_soon_threadsafe(received.set)
+    assert received.wait(20)
+
+
+def test_reports_from_before_a_round_do_not_end_it_and_later_ones_do(
+    pair: list[Membership],
+) -> None:
+    results: list[object] = []
+    thread = in_thread(results, pair[0], 1)
+    wait_until(lambda: pair[1].num_waiting == 1, "node 1 hears of it", 20)
+    # Both were sent before node 0 read that this node joins, and arrive after it said so.
+    lost = {"kind": "lost", "title": "node 2 (c)", "reason": "its launcher ended"}
+    in_loop(pair[0], {"kind": "waiting", "count": 1})
+    in_loop(pair[0], lost)
+    pair[1].join()
+    thread.join(20)
+    assert [one.num_waiting for one in pair] == [0, 0]
+    assert [one.loss for one in pair] == [None, None]
+    in_loop(pair[0], lost)
+    assert pair[0].loss == "node 2 (c) is gone: its launcher ended"
+
+
 def test_a_node_that_leaves_ends_the_wait_of_one_that_joins(pair: list[Membership]) -> None:
     results: list[object] = []
     thread = in_thread(results, pair[0], 1)

@@ -240,8 +240,6 @@ class Membership:
     async def _join(self, store_port: int) -> int:
         deadline = self._loop.time() + self.place.wait_s
         while True:
-            self.num_waiting = 0
-            self.loss = None
             if self._refusal is not None:
                 raise self._refusal
             if self.is_over:
@@ -301,6 +299,10 @@ class Membership:
 
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
+        if kind == "round":
+            # Messages arrive in order: what was reported before the round belongs to the last one.
+            self.num_waiting = 0
+            self.loss = None
         is_waiting = self._answer is not None and not self._answer.done()
         if kind in ("welcome", "round", "over"):
             self.is_over = self.is_over or kind == "over"
