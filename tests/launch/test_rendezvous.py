@@ -10,6 +10,7 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -334,8 +335,6 @@ def test_a_head_that_never_comes_is_said_in_a_sentence(start: Start) -> None:
 
 
 def test_a_head_whose_port_is_taken_is_said_in_a_sentence(start: Start) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first, _ = nodes_of(2, taken.getsockname()[1])
         head = start(LOCKSTEP, *first[1:], MEET)
@@ -477,6 +476,32 @@ class Node(threading.Thread):
         return self.membership
 
 
+class Silent:
+    """Node 1 of a machine that lost its power: connected, and never heard of again."""
+
+    def __init__(self, port: int, token: str, num_nodes: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.writer = self.loop.run_until_complete(self.enter(port, token, num_nodes))
+
+    async def enter(self, port: int, token: str, num_nodes: int) -> asyncio.StreamWriter:
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection("localhost", port)
+                break
+            except ConnectionRefusedError:  # node 0 does not listen yet
+                await asyncio.sleep(0.02)
+        await handshake.greet_head(reader, writer, token.encode())
+        who = {"node": 1, "num_nodes": num_nodes, "num_processes": 1, "host": "vm"}
+        handshake.send(writer, "member", **who, launcher="0", run_id="")
+        await writer.drain()
+        return writer
+
+    def close(self) -> None:
+        self.writer.transport.abort()
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
+
+
 @pytest.fixture
 def pair(job_token: str) -> Iterator[list[Membership]]:
     """Return two nodes that have met."""
@@ -554,6 +579,52 @@ def test_a_node_that_leaves_ends_the_wait_of_one_that_joins(pair: list[Membershi
     thread.join(20)
     assert isinstance(results[0], RendezvousOverError)
     assert pair[0].is_over
+
+
+@pytest.mark.parametrize("when", ["before the first round", "in a round"])
+def test_a_node_that_vanished_without_a_word_comes_back_at_once(
+    when: str, job_token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "PROBE_S", 0.5, raising=False)
+    port = free_port()
+    num_nodes = 3 if when == "before the first round" else 2
+    nodes = [Node(place(0, port, num_nodes), job_token)]
+    vanished = Silent(port, job_token, num_nodes)
+    if when == "in a round":
+        head = nodes[0].entered()
+    else:
+        nodes.append(Node(place(2, port, num_nodes), job_token))
+    nodes.append(Node(place(1, port, num_nodes), job_token))
+    met = [node.entered() for node in nodes]
+    assert [sum(one.processes) for one in met] == [num_nodes] * num_nodes
+    if when == "in a round":
+        assert head.loss == "node 1 (vm) is gone: its launcher ended, or the network cut it off"
+    vanished.close()
+    for one in reversed(met):
+        one.leave()
+
+
+def test_a_second_launcher_of_a_node_is_refused_while_the_first_one_answers(
+    pair: list[Membership], job_token: str
+) -> None:
+    second = Node(place(1, pair[0].port), job_token)
+    second.join(30)
+    assert isinstance(second.error, LaunchError)
+    host = socket.gethostname()
+    said = f"--node-rank 1 was passed twice: on {host} and on {host}"
+    assert second.error.problem == said
+    assert [one.loss for one in pair] == [None, None]
+
+
+def test_a_launcher_that_connects_again_replaces_its_own_connection(
+    pair: list[Membership],
+) -> None:
+    """As after a cut that this node noticed first: no probe, and nobody is refused."""
+    again = pair[1]
+    asyncio.run_coroutine_threadsafe(again._connect(again._loop.time() + 30), again._loop).result(
+        30
+    )
+    wait_until(lambda: pair[0].loss is not None, "node 0 hears of it", 20)
 
 
 def test_a_job_that_is_suspended_as_a_whole_does_not_fall_apart(

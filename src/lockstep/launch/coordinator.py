@@ -10,7 +10,7 @@ monotonic clock on this node alone; what other nodes' clocks say is never looked
 import asyncio
 import sys
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.addresses import BACKLOG, LOOPBACK
@@ -31,6 +31,9 @@ BEAT_S = 2.0
 MISSED_BEATS = 15
 """So many in a row, and a node counts as lost. Counted and not timed, so that a job that SLURM
 suspends and resumes as a whole does not fall apart."""
+PROBE_S = 5.0
+"""How long an earlier connection of a node may take to answer when the node connects again."""
+GONE = "its launcher ended, or the network cut it off"
 MAX_STRANGERS = 128
 """Connections that have not proved the token yet. One more, and the oldest is dropped: a proof
 takes milliseconds, so those who wait for nothing go first."""
@@ -48,6 +51,8 @@ class Member:
     num_nodes: int
     num_processes: int
     host: str
+    launcher: str
+    """A random id of its launcher: a node that was started again has another one."""
     writer: asyncio.StreamWriter
     is_joining: bool = False
     """Whether it waits for the next round to begin."""
@@ -56,6 +61,8 @@ class Member:
     beats_missed: int = 0
     has_left: bool = False
     """Whether it said goodbye; one that did not is lost."""
+    probed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it answers a probe, or its connection ends."""
 
     @property
     def title(self) -> str:
@@ -173,20 +180,24 @@ class Coordinator:
             num_nodes=int(message["num_nodes"]),
             num_processes=int(message["num_processes"]),
             host=str(message["host"])[:64],
+            launcher=str(message["launcher"]),
             writer=writer,
         )
 
     async def _keep(self, member: Member, reader: asyncio.StreamReader) -> None:
         """Hear what a node says for as long as it is there."""
+        await self._drop_predecessor(member)
         if not self._enter(member):
             return
-        reason = "its launcher ended, or the network cut it off"
+        reason = GONE
         try:
             while True:
                 message = await receive(reader)
                 member.beats_missed = 0
                 if message["kind"] == "join":
                     self._join(member, int(message["store_port"]))
+                elif message["kind"] == "alive":
+                    member.probed.set()
                 elif message["kind"] == "goodbye":
                     member.has_left = True
                     return
@@ -195,6 +206,30 @@ class Coordinator:
                 reason = f"it gave no sign of life for {BEAT_S * MISSED_BEATS:g} s"
         finally:
             self._leave(member, reason)
+
+    async def _drop_predecessor(self, member: Member) -> None:
+        """Drop an earlier connection of the same node, unless another launcher answers there.
+
+        A machine that loses power or its network closes no connection. Without a probe, a node
+        that comes back would be taken for a duplicate until its old connection misses its beats.
+        """
+        while (present := self.members.get(member.node)) is not None:
+            # A launcher has one connection at a time, so its own earlier one needs no probe.
+            if present.launcher != member.launcher and await self._answers(present):
+                return
+            present.writer.transport.abort()
+            self._leave(present, GONE)
+
+    async def _answers(self, member: Member) -> bool:
+        """Ask a node for a sign of life."""
+        member.probed.clear()
+        send(member.writer, "probe")
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await member.probed.wait()
+        except TimeoutError:
+            return False
+        return self.members.get(member.node) is member
 
     # --- What happens --------------------------------------------------------------
 
@@ -275,8 +310,10 @@ class Coordinator:
 
     def _leave(self, member: Member, reason: str) -> None:
         """Tell the others that a node is no longer there."""
-        if self.members.get(member.node) is member:
-            del self.members[member.node]
+        member.probed.set()
+        if self.members.get(member.node) is not member:
+            return  # it was replaced, and the others know
+        del self.members[member.node]
         if not self.members:
             self._all_gone.set()
         if not self.processes:

@@ -21,7 +21,7 @@ from lockstep.errors import LaunchError
 
 TOKEN_VARIABLE = "LOCKSTEP_JOB_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
-MAGIC = b"lockstep-rendezvous-1\n"
+MAGIC = b"lockstep-rendezvous-2\n"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 ACCEPTED = b"+"

@@ -10,6 +10,7 @@ network while it watches its ranks, nor falls silent while it waits for them.
 import asyncio
 import os
 import re
+import secrets
 import socket
 import sys
 import threading
@@ -79,6 +80,8 @@ class Membership:
         self.host, self.port = parse_head(place.head)
         self.token = job_token(env)
         self.key_path = key_path(env)
+        self.launcher = secrets.token_hex(8)
+        """Tells this launcher from another one that was started with the same --node-rank."""
         self.run_id = ""
         self.processes: list[int] = []
         """How many ranks each node starts."""
@@ -184,6 +187,7 @@ class Membership:
             num_nodes=self.place.num_nodes,
             num_processes=self.place.num_processes,
             host=socket.gethostname(),
+            launcher=self.launcher,
         )
         try:
             answer = await self._answer
@@ -279,7 +283,7 @@ class Membership:
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take in what node 0 says, until the connection ends."""
-        reason = "its launcher ended, or the network cut it off"
+        reason = coordinator.GONE
         try:
             while True:
                 message = await receive(reader)
@@ -314,6 +318,8 @@ class Membership:
                 self._answer.set_exception(self._refusal)  # type: ignore[union-attr]
         elif kind == "waiting":
             self.num_waiting = int(message["count"])
+        elif kind == "probe" and self._link is not None:
+            send(self._link, "alive")
         elif kind == "left":
             self.is_over = True
         elif kind == "lost":
