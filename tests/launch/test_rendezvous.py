@@ -581,6 +581,26 @@ def test_a_node_that_leaves_ends_the_wait_of_one_that_joins(pair: list[Membershi
     assert pair[0].is_over
 
 
+def test_a_new_launcher_of_node_0_keeps_the_id_of_the_launch(
+    pair: list[Membership], job_token: str
+) -> None:
+    known = pair[1].run_id
+    old = pair[0]
+    assert old._coordinator is not None
+    assert old._coordinator._server is not None
+    old._loop.call_soon_threadsafe(old._coordinator._server.close)
+    old._loop.call_soon_threadsafe(old._loop.stop)  # as when it is killed: without a goodbye
+    old._thread.join(20)
+    wait_until(lambda: pair[1]._link is None, "node 1 loses node 0", 20)
+    head = Node(place(0, old.port), job_token)
+    results: list[object] = []
+    thread = in_thread(results, pair[1], 0)
+    pair[0] = head.entered()
+    pair[0].join(1)
+    thread.join(20)
+    assert [one.run_id for one in pair] == [known, known]
+
+
 @pytest.mark.parametrize("when", ["before the first round", "in a round"])
 def test_a_node_that_vanished_without_a_word_comes_back_at_once(
     when: str, job_token: str, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,8 @@ class Member:
     host: str
     launcher: str
     """A random id of its launcher: a node that was started again has another one."""
+    run_id: str
+    """The id of this launch, as far as the node knows it already; else empty."""
     writer: asyncio.StreamWriter
     is_joining: bool = False
     """Whether it waits for the next round to begin."""
@@ -80,7 +82,9 @@ class Coordinator:
         self.token = token
         self.num_nodes = num_nodes
         self.wait_s = wait_s
-        self.run_id = uuid.uuid4().hex
+        self.run_id = ""
+        """Empty until all have come. Node 0 may have been started again: then the other nodes know
+        the id of this launch, and it stays."""
         self.members: dict[int, Member] = {}
         self.processes: list[int] = []
         """How many ranks each node starts; empty until all have come once."""
@@ -181,6 +185,7 @@ class Coordinator:
             num_processes=int(message["num_processes"]),
             host=str(message["host"])[:64],
             launcher=str(message["launcher"]),
+            run_id=str(message["run_id"])[:64],
             writer=writer,
         )
 
@@ -244,10 +249,12 @@ class Coordinator:
             self._refuse(member, *self.refusal)
             return False
         self.members[member.node] = member
+        self.run_id = self.run_id or member.run_id
         if self.processes:
             self._welcome(member)
         elif len(self.members) == self.num_nodes:
             self._stop_waiting()
+            self.run_id = self.run_id or uuid.uuid4().hex
             self.processes = [self.members[node].num_processes for node in range(self.num_nodes)]
             for one in self.members.values():
                 self._welcome(one)

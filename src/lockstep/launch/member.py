@@ -188,6 +188,7 @@ class Membership:
             num_processes=self.place.num_processes,
             host=socket.gethostname(),
             launcher=self.launcher,
+            run_id=self.run_id,
         )
         try:
             answer = await self._answer
