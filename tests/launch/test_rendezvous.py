@@ -26,7 +26,7 @@ from processes import BIN, HERE, LAUNCH, Fork, Start, Started, wait_until
 
 from lockstep.errors import LaunchError
 from lockstep.launch import coordinator, handshake
-from lockstep.launch.coordinator import Coordinator
+from lockstep.launch.coordinator import Coordinator, Member
 from lockstep.launch.handshake import job_token
 from lockstep.launch.member import Membership, Place, RendezvousOverError
 from lockstep.testing import free_port
@@ -699,6 +699,81 @@ def test_strangers_do_not_keep_nodes_from_meeting(job_token: str) -> None:
     assert first.entered().processes == [1, 1]
     for one in (met[0], first.entered()):
         one.leave()
+
+
+def test_ranks_that_all_connect_at_once_do_not_push_each_other_out(
+    job_token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "STALE_S", 3_600.0, raising=False)  # however slow this is
+
+    async def prove_all() -> list[BaseException | None]:
+        head = Coordinator(job_token.encode(), 2, 60)
+        await head.open(["127.0.0.1"], port)
+        ranks = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+        proofs = (handshake.greet_head(*rank, job_token.encode()) for rank in ranks)
+        results = await asyncio.gather(*proofs, return_exceptions=True)
+        for _, writer in ranks:
+            writer.close()
+        await head.close(1)
+        return results
+
+    port = free_port()
+    assert [result for result in asyncio.run(prove_all()) if result is not None] == []
+
+
+@pytest.mark.parametrize(("stale_s", "most", "kept"), [(0.0, 512, 128), (3_600.0, 150, 150)])
+def test_connections_that_prove_nothing_make_room(
+    stale_s: float, most: int, kept: int, job_token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "STALE_S", stale_s)
+    monkeypatch.setattr(coordinator, "MAX_FRESH_STRANGERS", most)
+
+    async def hold() -> int:
+        head = Coordinator(job_token.encode(), 2, 60)
+        await head.open(["127.0.0.1"], port)
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+        await held[-1][0].readexactly(len(handshake.MAGIC))  # the last one has been accepted
+        count = len(head._strangers)
+        for _, writer in held:
+            writer.transport.abort()
+        await head.close(1)
+        return count
+
+    port = free_port()
+    assert asyncio.run(hold()) == kept
+
+
+class Sent:
+    """Stands for the connection of a node, and keeps the kinds of messages sent to it."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, line: bytes) -> None:
+        self.kinds.append(json.loads(line)["kind"])
+
+
+def test_a_node_hears_once_in_a_round_that_others_wait() -> None:
+    sent = [Sent() for _ in range(4)]
+
+    async def begin_two_rounds() -> None:
+        head = Coordinator(b"", 4, 60)
+        members = [
+            Member(node, 4, 1, "host", str(node), "", writer)  # type: ignore[arg-type]
+            for node, writer in enumerate(sent)
+        ]
+        for member in members:
+            head._enter(member)
+        for _ in range(2):
+            for member in members:
+                head._join(member, 1)
+        await head.close(0)
+
+    asyncio.run(begin_two_rounds())
+    assert sent[3].kinds == ["welcome", "waiting", "round", "waiting", "round"]
 
 
 def test_a_late_rank_of_an_earlier_round_does_not_reach_the_store(job_token: str) -> None:

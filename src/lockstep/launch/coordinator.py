@@ -35,8 +35,12 @@ PROBE_S = 5.0
 """How long an earlier connection of a node may take to answer when the node connects again."""
 GONE = "its launcher ended, or the network cut it off"
 MAX_STRANGERS = 128
-"""Connections that have not proved the token yet. One more, and the oldest is dropped: a proof
-takes milliseconds, so those who wait for nothing go first."""
+"""Connections that have not proved the token yet. One more, and those older than `STALE_S` are
+dropped: a proof takes milliseconds, but the ranks of a large job connect all at once."""
+STALE_S = 1.0
+MAX_FRESH_STRANGERS = 512
+"""One more, and the oldest is dropped however young it is: processes may often open no more than
+1,024 files, and those who have proved the token need some of them."""
 MAX_NAMED_STRANGERS = 8
 """So many addresses with a wrong token are named; a flood must not fill the log."""
 NOTICE_S = 10.0
@@ -58,6 +62,8 @@ class Member:
     writer: asyncio.StreamWriter
     is_joining: bool = False
     """Whether it waits for the next round to begin."""
+    is_waited_for: bool = False
+    """Whether it knows that others wait for it: once is enough, however many they are."""
     store_port: int = 0
     """Of node 0: where its store for the next round listens, on loopback."""
     beats_missed: int = 0
@@ -94,7 +100,8 @@ class Coordinator:
         """Whether a node has left for good, so that there can be no further round."""
         self.refusal: tuple[str, str] | None = None
         """Problem and remedy, once the job cannot begin."""
-        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        self._strangers: dict[asyncio.StreamWriter, float] = {}
+        """When each of them connected, oldest first."""
         self._named: set[str] = set()
         self._deadline: asyncio.TimerHandle | None = None
         self._notice: asyncio.TimerHandle | None = None
@@ -146,11 +153,14 @@ class Coordinator:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> dict[str, Any]:
         """Have a stranger prove the token, and return what it wants."""
-        if len(self._strangers) >= MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
+        now = asyncio.get_running_loop().time()
+        while len(self._strangers) >= MAX_STRANGERS:
+            oldest, since = next(iter(self._strangers.items()))
+            if len(self._strangers) < MAX_FRESH_STRANGERS and now - since < STALE_S:
+                break
             del self._strangers[oldest]
             oldest.transport.abort()
-        self._strangers[writer] = None
+        self._strangers[writer] = now
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 await welcome_node(reader, writer, self.token)
@@ -303,7 +313,8 @@ class Coordinator:
         joining = [one for one in self.members.values() if one.is_joining]
         if len(joining) < self.num_nodes:
             for one in self.members.values():
-                if not one.is_joining:
+                if not one.is_joining and not one.is_waited_for:
+                    one.is_waited_for = True
                     send(one.writer, "waiting", count=len(joining))
             if self._deadline is None:
                 self._wait_for_nodes()
@@ -313,6 +324,7 @@ class Coordinator:
         self.store_port = self.members[0].store_port
         for one in joining:
             one.is_joining = False
+            one.is_waited_for = False
             send(one.writer, "round", round=self.round)
 
     def _leave(self, member: Member, reason: str) -> None:

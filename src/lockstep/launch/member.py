@@ -9,6 +9,7 @@ network while it watches its ranks, nor falls silent while it waits for them.
 
 import asyncio
 import os
+import random
 import re
 import secrets
 import socket
@@ -86,7 +87,8 @@ class Membership:
         self.processes: list[int] = []
         """How many ranks each node starts."""
         self.num_waiting = 0
-        """How many nodes wait for a new round, which this one has not joined yet."""
+        """More than 0 if nodes wait for a new round, which this one has not joined yet: how many
+        there were when node 0 said so."""
         self.is_over = False
         """Whether another node has left for good."""
         self.loss: str | None = None
@@ -240,7 +242,8 @@ class Membership:
                 if self._loop.time() >= notice:
                     notice = deadline + 1
                     _say(f"the head {self.place.head} does not answer yet: {_reason(error)}")
-            await asyncio.sleep(RETRY_S)
+            # Ranks that were turned away together must not come back together.
+            await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.5))
 
     async def _join(self, store_port: int) -> int:
         deadline = self._loop.time() + self.place.wait_s
