@@ -1,6 +1,6 @@
 """Stop cleanly when asked: one signal asks, a second one insists.
 
-Owns: SIGTERM, SIGINT, SIGUSR1 and SIGHUP while a run is under way. Does not own: what
+Owns: the signals in `EXIT_CODES` while a run is under way. Does not own: what
 stopping means; the trainer asks for the `exit_code` between steps and between the batches of
 an evaluation, and lets all ranks agree. Nothing is saved and nothing is sent inside a handler.
 """
@@ -17,8 +17,16 @@ ECHO_S = 1.0
 """Signals this soon after the first are its echo: a terminal's Ctrl-C reaches every
 process, and a launcher that got it too passes it on once more."""
 
-EXIT_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
-"""Exit codes of a run that was stopped and has saved: 128 + the signal's number."""
+EXIT_CODES = {
+    signal.SIGHUP: 129,
+    signal.SIGINT: 130,
+    signal.SIGQUIT: 131,
+    signal.SIGTERM: 143,
+    signal.SIGUSR1: 138,
+}
+"""The signals that ask a run to save and stop, and its exit codes then: 128 + the signal's number.
+
+A launcher passes these signals on to its ranks, and no others."""
 
 EXIT_NOT_SAVED = 5
 """Exit code of a run that was stopped before it could save: the steps since the last checkpoint

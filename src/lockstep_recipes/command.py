@@ -26,8 +26,8 @@ Build = Callable[[Sequence[str]], tuple[Task, RunConfig] | Callable[[], RunResul
 """From the command line to what `fit` takes; a recipe with its own loop returns the run instead."""
 
 EXIT_CODES = """exit codes: 0 finished; 2 the request or the data cannot work (what was trained
-is saved); 3 the loss is no longer a number; 130, 143, 138, 129 stopped and saved after Ctrl-C,
-SIGTERM, SIGUSR1, SIGHUP; 5 stopped, not saved"""
+is saved); 3 the loss is no longer a number; 130, 143, 138, 129, 131 stopped and saved after
+Ctrl-C, SIGTERM, SIGUSR1, SIGHUP, SIGQUIT; 5 stopped, not saved"""
 
 REHEARSAL_STEPS = 4
 

@@ -182,7 +182,13 @@ def test_ctrl_c_at_the_terminal_saves_and_leaves_no_one_behind(
 
 @pytest.mark.parametrize(
     ("number", "reaches_all"),
-    [(signal.SIGTERM, False), (signal.SIGUSR1, True), (signal.SIGHUP, True)],
+    [
+        (signal.SIGTERM, False),
+        (signal.SIGUSR1, True),
+        (signal.SIGHUP, True),
+        (signal.SIGQUIT, False),
+        (signal.SIGQUIT, True),
+    ],
 )
 def test_our_launcher_passes_a_signal_on_and_keeps_its_exit_code(
     number: signal.Signals, reaches_all: bool, tmp_path: Path, start: Start

@@ -155,7 +155,7 @@ def batch(folder: Path) -> Batch:
     return Batch(folder)
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 129, 130])
+@pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 129, 130, 131])
 def test_what_finished_or_cannot_work_is_neither_tried_nor_queued_again(
     code: int, batch: Batch
 ) -> None:

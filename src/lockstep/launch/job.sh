@@ -80,7 +80,7 @@ for ((try = 1; ; try++)); do
     code=4
   fi
   case $code in
-    0 | 2 | 3 | 4 | 5 | 129 | 130) break ;; # finished, stopped, or as true the second time
+    0 | 2 | 3 | 4 | 5 | 129 | 130 | 131) break ;; # finished, stopped, or as true the second time
     143) if is_preempted; then requeue "saved for a job that goes first"; else break; fi ;;
   esac
   [[ -z $told ]] || break # cancelled, or in the queue again already

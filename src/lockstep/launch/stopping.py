@@ -24,9 +24,9 @@ from typing import Any, NoReturn, Self
 import psutil
 
 from lockstep.launch.ranks import Ranks, has_work
-from lockstep.signals import ECHO_S, EXIT_NOT_SAVED
+from lockstep.signals import ECHO_S, EXIT_CODES, EXIT_NOT_SAVED
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+SIGNALS = tuple(number.name for number in EXIT_CODES)
 """Passed on to every rank; SLURM announces the time limit with SIGUSR1."""
 SAVE_S = 90.0
 """How long ranks that were told to stop may take to save and leave."""
