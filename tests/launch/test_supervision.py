@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -169,12 +170,43 @@ def test_ranks_that_do_not_stop_in_time_are_killed_and_it_is_said(
 
 
 def test_under_slurm_ranks_are_ended_before_slurm_would_kill_the_launcher() -> None:
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 60)}
-    assert save_time_s(signal.SIGTERM, {}, lambda: 30.0) == 90
-    assert save_time_s(signal.SIGTERM, job, lambda: 30.0) == 25
-    assert save_time_s(signal.SIGTERM, job, lambda: 3.0) == 5
-    assert 40 < save_time_s(signal.SIGUSR1, job, lambda: 30.0) <= 55
-    assert save_time_s(signal.SIGINT, job, lambda: 30.0) == 90
+    unknown = {"SLURM_JOB_ID": "7"}
+
+    def job(left_s: int) -> dict[str, str]:
+        return {**unknown, "SLURM_JOB_END_TIME": str(int(time.time()) + left_s)}
+
+    term = signal.SIGTERM
+    warning = signal.SIGUSR1
+    assert save_time_s(term, {}, lambda: 30.0) == 90
+    for at_the_limit in (job(-1), job(0), job(20), unknown, job(10**12)):
+        assert save_time_s(term, at_the_limit, lambda: 30.0) == 25
+        assert save_time_s(term, at_the_limit, lambda: 60.0) == 55
+    assert save_time_s(term, unknown, lambda: 3.0) == 5
+    assert 80 < save_time_s(term, job(120), lambda: 30.0) <= 115, "--signal=TERM@120"
+    assert 560 < save_time_s(term, job(600), lambda: 30.0) <= 595
+    assert 20 < save_time_s(warning, job(60), lambda: 30.0) <= 55
+    assert 560 < save_time_s(warning, job(600), lambda: 30.0) <= 595
+    assert save_time_s(warning, job(-1), lambda: 30.0) == 5
+    assert save_time_s(warning, unknown, lambda: 30.0) == 90
+    assert save_time_s(signal.SIGINT, job(600), lambda: 30.0) == 90
+
+
+def test_under_slurm_the_launcher_says_how_long_a_warning_leaves(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 7200))
+    launched = begin(start, tmp_path, "fifth_step", "stop")
+    stopped = next(p for p in launched.look_around() if p.status() == psutil.STATUS_STOPPED)
+    os.kill(launched.pid, signal.SIGTERM)
+    wait_until(lambda: "lockstep: stopping: ranks may save" in launched.text, "the announcement")
+    stopped.send_signal(signal.SIGCONT)
+    assert launched.finish(60) == 143, launched.text
+    found = re.search(
+        r"may save for up to (\d+) s \(SLURM may kill them earlier\); send", launched.text
+    )
+    assert found, launched.text
+    assert 6000 < int(found[1]) < 7200
 
 
 # --- A rank that is killed again and again ---------------------------------------------------

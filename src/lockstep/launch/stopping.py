@@ -25,17 +25,20 @@ import psutil
 
 from lockstep.launch.ranks import Ranks, has_work
 from lockstep.signals import ECHO_S, EXIT_CODES, EXIT_NOT_SAVED
+from lockstep.text_input import whole_number
 
 SIGNALS = tuple(number.name for number in EXIT_CODES)
 """Passed on to every rank; SLURM announces the time limit with SIGUSR1."""
 SAVE_S = 90.0
-"""How long ranks that were told to stop may take to save and leave."""
+"""How long ranks that were told to stop may take to save and leave, unless SLURM sets the limit."""
 START_S = 5.0
 """How long a launcher without ranks may take to leave."""
 REPORT_S = 10.0
 """How long the launcher may take, after that, to say how its ranks ended."""
 MARGIN_S = 5.0
 """So long before SLURM kills everything, the launcher ends its ranks, and says so."""
+LATEST = 2**32
+"""The latest end of a job that is believed, in seconds since 1970: `select` has a limit, too."""
 ORPHANS_S = 1.0
 """How long processes that ranks have started may outlive them, when all were told to stop."""
 TIDY_S = 0.3
@@ -164,8 +167,9 @@ class StopRequest:
         grace_s = save_time_s(number, self._environment, self._kill_wait_s)
         self.deadline = time.monotonic() + grace_s
         again = "press Ctrl-C again" if number == signal.SIGINT else f"send {number.name} again"
+        by_slurm = " (SLURM may kill them earlier)" if "SLURM_JOB_ID" in self._environment else ""
         write_line(
-            f"lockstep: stopping: ranks may save for up to {grace_s:.0f} s; "
+            f"lockstep: stopping: ranks may save for up to {grace_s:.0f} s{by_slurm}; "
             f"{again}, {ECHO_S:g} s or more from now, to end them without saving"
         )
         return grace_s + REPORT_S
@@ -234,15 +238,24 @@ class StopRequest:
 def save_time_s(
     number: signal.Signals, environment: Mapping[str, str], kill_wait_s: Callable[[], float]
 ) -> float:
-    """Return how long ranks may save: a while, but under SLURM less than until its SIGKILL."""
-    if "SLURM_JOB_ID" not in environment:
+    """Return how long ranks may save; under SLURM, until just before the job is killed.
+
+    SLURM sends SIGTERM as a warning (`--signal=TERM@120`), at the time limit, at a preemption and
+    for `scancel`. If the job has time left, the launcher cannot know which of them it was, and
+    gives the ranks all of that time: after a preemption or `scancel`, SLURM kills the job earlier
+    by itself, whereas a launcher that is too strict would kill ranks that are saving.
+    """
+    if "SLURM_JOB_ID" not in environment or number not in (signal.SIGTERM, signal.SIGUSR1):
         return SAVE_S
-    left_s = SAVE_S
-    if number == signal.SIGTERM:  # SLURM sends SIGKILL so much later
-        left_s = kill_wait_s() - MARGIN_S
-    elif number == signal.SIGUSR1 and environment.get("SLURM_JOB_END_TIME", "").isdecimal():
-        left_s = int(environment["SLURM_JOB_END_TIME"]) - time.time() - MARGIN_S
-    return min(SAVE_S, max(MARGIN_S, left_s))
+    end_time = whole_number(environment.get("SLURM_JOB_END_TIME", ""), most=LATEST)
+    left_s = None if end_time is None else end_time - time.time()
+    if number == signal.SIGTERM:
+        limit_s = kill_wait_s()  # SLURM sends SIGKILL so long after the time limit
+        if left_s is not None and left_s > limit_s:
+            limit_s = left_s
+    else:
+        limit_s = SAVE_S + MARGIN_S if left_s is None else left_s
+    return max(MARGIN_S, limit_s - MARGIN_S)
 
 
 def leave(code: int) -> NoReturn:
