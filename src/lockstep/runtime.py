@@ -234,14 +234,17 @@ def _leave_group() -> None:
     dist.destroy_process_group()
 
 
-def _is_failing() -> bool:
-    """Say whether an error ends this process, as far as a function that runs at exit can know."""
-    if hasattr(sys, "last_value"):  # an exception that nobody caught
-        return True
-    # `lockstep launch` runs what is registered for the exit while the script's SystemExit is
-    # on its way.
-    leaving = sys.exc_info()[1]
-    return isinstance(leaving, SystemExit) and leaving.code not in (None, 0)
+_is_failing = False
+"""Whether whoever runs the script has noted that it failed."""
+
+
+def note_failure() -> None:
+    """Note that this process fails, before its exit functions run: they must not wait for others.
+
+    Whoever catches what a script raises must call this; an uncaught exception is noticed anyway.
+    """
+    global _is_failing
+    _is_failing = True
 
 
 def _end_group() -> None:
@@ -251,7 +254,8 @@ def _end_group() -> None:
     """
     own = _own_group()
     is_here = own is not None and own.process == os.getpid()  # not in a child forked from a rank
-    if own is not None and is_here and not own.has_failed and not _is_failing():
+    is_failing = _is_failing or hasattr(sys, "last_value")  # set by an uncaught exception
+    if own is not None and is_here and not own.has_failed and not is_failing:
         _leave_group()
 
 

@@ -118,6 +118,29 @@ time.sleep(60)
 """
 
 
+@pytest.mark.parametrize(
+    ("end", "has_left"),
+    [("raise ValueError('mine')", False), ("sys.exit(7)", False), ("sys.exit('text')", False)]
+    + [("sys.exit(0)", True), ("pass", True)],
+)
+def test_a_rank_that_fails_does_not_wait_for_the_others_to_leave_the_group(
+    end: str, has_left: bool, tmp_path: Path, start: Start
+) -> None:
+    (tmp_path / "script.py").write_text(
+        "import atexit, sys\nimport torch.distributed as dist\nfrom pathlib import Path\n"
+        "from lockstep.runtime import World\n"
+        "def note():\n"
+        "    if world.rank == 1:\n"
+        "        Path(sys.argv[1]).write_text(str(not dist.is_initialized()))\n"
+        "atexit.register(note)  # the first to be registered is the last to run\n"
+        "world = World.enter(device='cpu')\n"
+        f"if world.rank == 1:\n    {end}\n"
+    )
+    launched = start(*LAUNCH, "2", tmp_path / "script.py", tmp_path / "left")
+    launched.finish(60)
+    assert (tmp_path / "left").read_text() == str(has_left), launched.text
+
+
 def test_a_thread_may_end_its_rank(tmp_path: Path, start: Start) -> None:
     (tmp_path / "watched.py").write_text(WATCHED)
     launched = start(*LAUNCH, "1", tmp_path / "watched.py")

@@ -78,6 +78,7 @@ def work(*words: str) -> None:
     # A terminal's Ctrl-C comes twice, once through the launcher; that must not cut this short.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_record(folder, code)
+    note_end(code)
     from lockstep.runtime import let_gloo_finish
 
     atexit.unregister(let_gloo_finish)  # this process does not take its interpreter down
@@ -157,6 +158,13 @@ def exit_code(finished: SystemExit) -> int:
 def code_of(error: BaseException) -> int:
     """Return the exit code of a script that an error ends: of one of ours, what it says."""
     return error.exit_code if isinstance(error, LockstepError) else 1
+
+
+def note_end(code: int) -> None:
+    """Tell the process group's exit function if this rank fails; a stop is agreed by all ranks."""
+    runtime = sys.modules.get("lockstep.runtime")  # never imported: there is no group
+    if runtime is not None and code not in (0, StopSignals.left_with):
+        runtime.note_failure()
 
 
 def follow_parent() -> None:
@@ -261,9 +269,11 @@ def be_task(words: Sequence[str]) -> None:
         code = exit_code(finished)
         if code:
             _is_first(f"{code}\n")
+        note_end(code)
         sys.exit(code)
     except LockstepError as error:
         tell(type(error), error, error.__traceback__)
+        note_end(error.exit_code)
         sys.exit(error.exit_code)
 
 
