@@ -222,6 +222,8 @@ def test_a_rank_whose_script_came_to_its_end_too_early_is_named(
         f"lockstep: rank 1 on {socket.gethostname()} exited with code 0, but the others"
         in launched.text
     )
+    assert ", line 8, in <module>\n    world.barrier()\n" in launched.text
+    assert launched.text.count("Traceback") == 1, "of rank 0"
 
 
 NO_ROOM = (  # as a full /dev/shm has it

@@ -65,8 +65,43 @@ def test_a_rank_that_exits_with_0_while_others_need_it_ends_the_run(
     assert launched.text.count(said) == 1, launched.text
     assert "\n  try: let all ranks end the script at the same point" in launched.text
     assert "start again" not in launched.text, "the script would end early once more"
-    assert "Traceback" not in launched.text, "of the rank that it left alone"
+    assert "Traceback" not in launched.text.split(said)[1], "the cause is said last"
     assert launched.orphans() == []
+
+
+UPLOAD = """
+import os, sys, time
+from pathlib import Path
+import psutil
+from lockstep import World
+
+world = World.enter(device="cpu")
+pid = Path(sys.argv[1], "pid" + os.environ["TORCHELASTIC_RESTART_COUNT"])
+if world.rank == 1:
+    pid.with_suffix(".new").write_text(str(os.getpid()))
+    pid.with_suffix(".new").rename(pid)
+    sys.exit()
+while not pid.exists():
+    time.sleep(0.01)
+other = int(pid.read_text())
+while psutil.pid_exists(other) and psutil.Process(other).status() != psutil.STATUS_ZOMBIE:
+    time.sleep(0.01)
+time.sleep(0.5)  # until the process that forks ranks has reported the end
+raise RuntimeError("upload: Read timed out")
+"""
+
+
+def test_an_error_of_a_rank_on_its_own_is_not_taken_for_an_early_exit_of_another(
+    tmp_path: Path, start: Start
+) -> None:
+    (tmp_path / "upload.py").write_text(UPLOAD)
+    launched = start(*LAUNCH, "2", "--restarts=1", tmp_path / "upload.py", tmp_path)
+    assert launched.finish(60) == 1, launched.text
+    assert launched.text.count("Traceback (most recent call last)") == 2, launched.text
+    said = f"lockstep: rank 0 on {HOST}: RuntimeError: upload: Read timed out\n"
+    assert launched.text.count(said) == 2, launched.text
+    assert "all ranks start again (1 times at most)" in launched.text
+    assert "still needed it" not in launched.text
 
 
 @pytest.mark.usefixtures("impatient")

@@ -28,6 +28,10 @@ FIND_KILLER = "look at what the script does in that step, and in dmesg for who s
 LESS_MEMORY = "lower batch.batch_size or loader.num_workers, or ask for more memory"
 LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|timed? ?out(?!_s)", re.IGNORECASE)
 """What torch says when another rank did not answer; `timeout_s` is a setting of ours."""
+COLLECTIVE_MODULE = "torch.distributed"
+"""Where the errors of NCCL and of the store are defined."""
+GLOO_SOURCE = re.compile(r"\bgloo/\w+/")
+"""What a plain RuntimeError of gloo contains: the path of the source file that raised it."""
 TIMED_OUT = re.compile(r"timed? ?out(?!_s)", re.IGNORECASE)
 
 
@@ -137,12 +141,26 @@ def _left_early(ranks: Ranks, failed: Mapping[str, Any]) -> Failure | None:
         ended_at = float(record["time"]) if record else 0.0
         if code != 0 or ended_at > float(failed["time"]):
             continue
+        has_lost_peer = _has_lost_peer(failed)
+        if not has_lost_peer and not position.needs(ranks.position(local)):
+            continue
         failing = ", ".join(filter(None, [f"rank {failed['rank']}", position.text()]))
-        if LOST_PEER.search(error):
-            return early_exit(ranks, local, f"{failing}, lost its connection to it")
-        if position.needs(ranks.position(local)):
-            return early_exit(ranks, local, f"{failing}, then failed: {error.splitlines()[0]}")
+        consequence = f"{failing}, then failed: {error.splitlines()[0]}"
+        if has_lost_peer:
+            consequence = f"{failing}, lost its connection to it"
+        return early_exit(ranks, local, consequence, failed["traceback"].rstrip())
     return None
+
+
+def _has_lost_peer(failed: Mapping[str, Any]) -> bool:
+    """Say whether a rank failed in a collective because another rank did not answer.
+
+    The text alone does not tell: an upload can time out, too.
+    """
+    is_collective = failed["error_module"] == COLLECTIVE_MODULE or GLOO_SOURCE.search(
+        failed["error"]
+    )
+    return bool(is_collective and LOST_PEER.search(failed["error"]))
 
 
 def _abandoned(ranks: Ranks) -> Failure | None:
@@ -155,8 +173,15 @@ def _abandoned(ranks: Ranks) -> Failure | None:
     return None
 
 
-def early_exit(ranks: Ranks, local: int, consequence: str) -> Failure:
-    """Return the failure of a rank whose script ended with 0 while others needed it."""
+def early_exit(ranks: Ranks, local: int, consequence: str, traceback: str = "") -> Failure:
+    """Return the failure of a rank whose script ended with 0 while others needed it.
+
+    Args:
+        ranks: All ranks on this machine.
+        local: The one that ended early.
+        consequence: What became of the others.
+        traceback: Of the rank that failed because of it, if one did.
+    """
     rank = ranks.first + local
     what = f"lockstep: rank {rank} on {socket.gethostname()} exited with code 0"
     where = " ".join(filter(None, [what, ranks.position(local).text()]))
@@ -165,7 +190,8 @@ def early_exit(ranks: Ranks, local: int, consequence: str) -> Failure:
         f"{rank} reaches"
     )
     line = f"{where}, but the others still needed it: {consequence}"
-    return Failure(rank, EXIT_EARLY, (line,), remedy=remedy)
+    lines = (traceback, line) if traceback else (line,)
+    return Failure(rank, EXIT_EARLY, lines, remedy=remedy)
 
 
 def waited_in_vain(ranks: Ranks, codes: Sequence[int | None]) -> bool:

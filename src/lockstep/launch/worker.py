@@ -195,6 +195,7 @@ def leave_record(folder: Path, code: int, error: BaseException | None = None) ->
         "host": socket.gethostname(),
         "code": code,
         "error": f"{type(error).__name__}: {error}" if error else "",
+        "error_module": type(error).__module__ if error else "",
         "notes": getattr(error, "__notes__", []),
         "traceback": "",
     }
