@@ -389,6 +389,8 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
             ),
         ),
     )
+    for taken in prints.values():
+        taken.pop("old_samples", None)  # was for the comparison with the checkpoint alone
     if checkpoint is not None:  # before the model: a vocabulary may size its embedding
         together(world, lambda: _load_task_state(task, checkpoint))
 

@@ -198,3 +198,39 @@ def test_samples_that_never_repeat_or_cannot_be_read_say_nothing() -> None:
 
     assert take_print(Restless(), 0) == {"length": 30, "samples": {}}
     assert take_print(Deadly(), 0) == {"length": 30, "samples": {}}
+
+
+# --- Prints of earlier versions ---------------------------------------------------------------
+
+
+class WithPaths(Samples):
+    """Samples that hold the whole path of their file, as many do."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__()
+        self.root = root
+
+    def __getitem__(self, index: int) -> Any:
+        return {"path": f"{self.root}/{index}.png", "x": torch.full((4,), index / 7)}
+
+
+OLD_PRINT = {
+    "length": 30,
+    "samples": {
+        "0": ["2c66d465ec678c43", 0.0, 0.0],
+        "29": ["7af89be0a080330e", 0.55581802070316, 4.142857074737549],
+    },
+}
+"""What a version that digested whole paths kept of `WithPaths("/data")`."""
+
+
+def test_a_print_of_an_earlier_version_is_compared_with_whole_paths() -> None:
+    kept = WithPaths("/data")
+    now = take_print(kept, 0, OLD_PRINT)
+    assert differences(OLD_PRINT, now, kept) == ""
+    moved = WithPaths("/elsewhere")
+    said = differences(OLD_PRINT, take_print(moved, 0, OLD_PRINT), moved)
+    assert said == "other contents: sample 0, sample 29"
+    # What ranks compare and the next checkpoint holds is of the present form.
+    assert now["samples"] == take_print(moved, 0, OLD_PRINT)["samples"]
+    assert "old_samples" not in take_print(kept, 0, now)

@@ -20,11 +20,16 @@ Contents = Sequence[Any]
 Checkpoints of earlier versions lack the number."""
 
 
-def contents_of(value: Any) -> list[Any]:
+def contents_of(value: Any, whole_paths: bool = False) -> list[Any]:
     """Return the `Contents` of a sample or a state, as JSON can hold them.
 
     Of an absolute path only the last part counts, because a copy of the data elsewhere is the
     same data. Objects of unknown types count by their type alone.
+
+    Args:
+        value: The sample or state.
+        whole_paths: Whether to digest absolute paths whole, as the three values were made that
+            checkpoints of earlier versions hold.
     """
     digest = hashlib.blake2b(digest_size=8)
     floats = [np.zeros(0)]
@@ -34,7 +39,7 @@ def contents_of(value: Any) -> list[Any]:
             part = _as_array(part)
         if isinstance(part, float | np.floating):
             part = np.asarray(part)
-        if isinstance(part, str) and os.path.isabs(part):
+        if isinstance(part, str) and os.path.isabs(part) and not whole_paths:
             part = os.path.basename(part)
         digest.update(type(part).__name__.encode())
         if isinstance(part, np.ndarray) and part.dtype.kind == "f":

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,7 +42,11 @@ READ_S = 20.0
 
 
 def take_print(dataset: Any, seed: int, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the print of a data set: comparable with `like`, if that is given."""
+    """Return the print of a data set: comparable with `like`, if that is given.
+
+    Where `like` was taken by an earlier version, `old_samples` holds samples in its form, for
+    `differences` alone: ranks compare `samples`, and the next checkpoint should hold only those.
+    """
     if dataset is None or is_stream(dataset):
         return {}
     length = len(dataset)
@@ -53,12 +57,13 @@ def take_print(dataset: Any, seed: int, like: Mapping[str, Any] | None = None) -
         blocks = ("\n".join(texts[i : i + per_entry]) for i in range(0, length, per_entry))
         entries = [_digest(block.encode(errors="surrogateescape"), 4) for block in blocks]
         return {"length": length, "per_entry": per_entry, "entries": entries}
-    wanted = {int(name) for name in like.get("samples", {})} if like else set()
+    before = like.get("samples", {}) if like else {}
+    wanted = {int(index) for index in before}
     indices = [i for i in sorted(wanted or spread(length, NUM_SAMPLES)) if i < length]
-    read = partial(_read_samples, dataset, seed, indices)
+    old_form = {int(index) for index, contents in before.items() if len(contents) == 3}
+    read = partial(_read_samples, dataset, seed, indices, old_form)
     is_in_memory = isinstance(dataset, list | tuple | TensorDataset)
-    samples = read() if is_in_memory else _elsewhere(read)
-    return {"length": length, "samples": samples}
+    return {"length": length, "samples": {}, **(read() if is_in_memory else _elsewhere(read))}
 
 
 def check_same_samples(
@@ -133,7 +138,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], dataset: Any) ->
         return ""
     name, grown = partial(_names, dataset), new["length"] - old["length"]
     if "samples" in old:
-        _, edited = _compare_samples(old, new)
+        in_old_form = new.get("old_samples", {})
+        _, edited = _compare_samples(old, {"samples": {**new["samples"], **in_old_form}})
         said = [f"{abs(grown)} {'added' if grown > 0 else 'removed'}"] if grown else []
         return ", ".join(said + ([f"other contents: {name(edited)}"] if edited else []))
     before, now, each = old["entries"], new["entries"], old["per_entry"]
@@ -200,23 +206,39 @@ def _file_print(file: Path | Span, is_read: bool) -> str:
 # --- Samples ----------------------------------------------------------------------------------
 
 
-def _read_samples(dataset: Any, seed: int, indices: Iterable[int]) -> dict[str, Any]:
-    """Return what a few samples hold; those that differ from one read to the next are left out."""
+def _read_samples(
+    dataset: Any, seed: int, indices: Iterable[int], old_form: Collection[int]
+) -> dict[str, dict[str, Any]]:
+    """Return what a few samples hold, those in `old_form` also as earlier versions kept it.
 
-    def read(index: int) -> list[Any]:
+    Samples that differ from one read to the next are left out.
+    """
+
+    def read(index: int) -> dict[str, list[Any]]:
         set_all(*sample_seeds(seed, 0, np.array([index])))
         try:
-            return contents_of(dataset[index])
+            sample = dataset[index]
+            found = {"samples": contents_of(sample)}
+            if index in old_form:
+                found["old_samples"] = contents_of(sample, whole_paths=True)
+            return found
         except Exception as error:  # a bad sample is the loader's to name
-            return [_digest(type(error).__name__.encode()), 0.0, 0.0]
+            return {"samples": [_digest(type(error).__name__.encode()), 0.0, 0.0, 0]}
 
+    kept: dict[str, dict[str, Any]] = {"samples": {}}
     ends = time.monotonic() + READ_S / 2
     with untouched():
-        pairs = [(i, read(i), read(i)) for i in indices if time.monotonic() < ends]
-    return {str(index): first for index, first, second in pairs if same_contents(first, second)}
+        for index in indices:
+            if time.monotonic() >= ends:
+                break
+            first, second = read(index), read(index)
+            for form in first.keys() & second.keys():
+                if same_contents(first[form], second[form]):
+                    kept.setdefault(form, {})[str(index)] = first[form]
+    return kept
 
 
-def _elsewhere(action: "partial[dict[str, Any]]") -> dict[str, Any]:
+def _elsewhere(action: "partial[dict[str, dict[str, Any]]]") -> dict[str, dict[str, Any]]:
     """Return what `action` does in a forked process; nothing if that dies or takes too long."""
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(
@@ -234,7 +256,7 @@ def _elsewhere(action: "partial[dict[str, Any]]") -> dict[str, Any]:
         receiver.close()
 
 
-def _answer(sender: Connection, action: "partial[dict[str, Any]]") -> None:
+def _answer(sender: Connection, action: "partial[dict[str, dict[str, Any]]]") -> None:
     set_num_threads(1)  # those that the parent had are not here: a larger sum would wait for them
     sender.send(action())
 
