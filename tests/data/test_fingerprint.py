@@ -1,5 +1,6 @@
 """A data set that changed since a checkpoint is found out, wherever it lies."""
 
+import math
 import os
 import random
 import shutil
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data import fingerprint
+from lockstep.data.contents import contents_of, same_contents
 from lockstep.data.fingerprint import differences, file_prints, take_print
 
 
@@ -214,7 +216,7 @@ class WithPaths(Samples):
         return {"path": f"{self.root}/{index}.png", "x": torch.full((4,), index / 7)}
 
 
-OLD_PRINT = {
+OLD_PRINT: dict[str, Any] = {
     "length": 30,
     "samples": {
         "0": ["2c66d465ec678c43", 0.0, 0.0],
@@ -234,3 +236,26 @@ def test_a_print_of_an_earlier_version_is_compared_with_whole_paths() -> None:
     # What ranks compare and the next checkpoint holds is of the present form.
     assert now["samples"] == take_print(moved, 0, OLD_PRINT)["samples"]
     assert "old_samples" not in take_print(kept, 0, now)
+
+
+# --- Infinities -------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+def test_samples_with_infinities_are_compared_by_where_they_are() -> None:
+    mask = torch.full((6, 6), -math.inf).triu(1)
+    edited = mask.clone()
+    edited[5, 0] = -math.inf
+    positive, unknown = mask.abs(), mask.clone()
+    unknown[0, 5] = math.nan
+    own = contents_of({"mask": mask})
+    assert same_contents(own, contents_of({"mask": mask.numpy()}))
+    for other in (edited, positive, unknown, torch.zeros(6, 6)):
+        assert not same_contents(own, contents_of({"mask": other}))
+    assert len(take_print([mask] * 3, 0)["samples"]) == 3
+
+
+def test_finite_values_have_the_digest_they_always_had() -> None:
+    sample = {"path": "/data/29.png", "x": torch.full((4,), 29 / 7)}
+    assert same_contents(OLD_PRINT["samples"]["29"], contents_of(sample, whole_paths=True))
+    assert contents_of({**sample, "path": "29.png"}) == contents_of(sample)

@@ -28,8 +28,8 @@ def contents_of(value: Any, whole_paths: bool = False) -> list[Any]:
 
     Args:
         value: The sample or state.
-        whole_paths: Whether to digest absolute paths whole, as the three values were made that
-            checkpoints of earlier versions hold.
+        whole_paths: Whether to digest absolute paths whole and to sum infinities as the largest
+            float, as earlier versions did for the three values that their checkpoints hold.
     """
     digest = hashlib.blake2b(digest_size=8)
     floats = [np.zeros(0)]
@@ -44,7 +44,16 @@ def contents_of(value: Any, whole_paths: bool = False) -> list[Any]:
         digest.update(type(part).__name__.encode())
         if isinstance(part, np.ndarray) and part.dtype.kind == "f":
             digest.update(str(part.shape).encode())
-            floats.append(np.nan_to_num(part.astype(np.float64).ravel()))
+            flat = part.astype(np.float64).ravel()
+            if whole_paths:
+                flat = np.nan_to_num(flat)
+            is_finite = np.isfinite(flat)
+            if not is_finite.all():  # a sum over infinities says nothing: where they are does
+                places = np.flatnonzero(~is_finite).astype(np.int64)
+                kinds = np.nan_to_num(flat[places], nan=0.0, posinf=1.0, neginf=-1.0)
+                digest.update(places.tobytes() + kinds.astype(np.int8).tobytes())
+                flat = np.where(is_finite, flat, 0.0)
+            floats.append(flat)
         elif isinstance(part, np.ndarray) and part.dtype.kind != "O":
             digest.update(str((part.shape, part.dtype)).encode() + part.tobytes())
         elif isinstance(part, Mapping):
@@ -65,8 +74,10 @@ def contents_of(value: Any, whole_paths: bool = False) -> list[Any]:
     visit(value)
     values = np.concatenate(floats)
     wave = np.cos(np.arange(len(values)))
-    scale = float(np.abs(values).mean()) if len(values) else 0.0
-    return [digest.hexdigest(), float(values @ wave), scale, len(values)]
+    with np.errstate(over="ignore", invalid="ignore"):  # of values near the largest float
+        scale = float(np.abs(values).mean()) if len(values) else 0.0
+        weighted_sum = float(values @ wave)
+    return [digest.hexdigest(), weighted_sum, scale, len(values)]
 
 
 def same_contents(a: Contents, b: Contents) -> bool:
