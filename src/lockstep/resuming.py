@@ -251,12 +251,12 @@ def changed_settings(
 
 
 def take_prints(
-    data: Any, held_out: Any, seed: int, checkpoint: Checkpoint | None
+    data: Any, held_out: Any, seed: int, checkpoint: Checkpoint | None, is_full: bool
 ) -> dict[str, Any]:
-    """Return what the data hold now, in the form the checkpoint has it."""
+    """Return what the data hold now, in the form the checkpoint has it; see `take_print`."""
     before = checkpoint.meta.get("data", {}) if checkpoint else {}
     named = {"training": data, "held-out": held_out}
-    return {name: take_print(kept, seed, before.get(name)) for name, kept in named.items()}
+    return {name: take_print(kept, seed, before.get(name), is_full) for name, kept in named.items()}
 
 
 def changed_data(

@@ -37,7 +37,7 @@ from lockstep.checkpoint import (
 from lockstep.checkpoint.layout import damaged
 from lockstep.checkpoint.manifest import in_brief
 from lockstep.config import RunConfig
-from lockstep.data.fingerprint import check_same_samples
+from lockstep.data.fingerprint import check_same_samples, is_full_print_due
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import Loader
 from lockstep.data.reader import is_stream
@@ -370,20 +370,24 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
     found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
     check_alike("checkpoints to go on from", found, world)
-    prints = together(world, lambda: take_prints(data, held_out, config.seed, checkpoint))
+    is_full = is_full_print_due(world)
+    prints = together(world, lambda: take_prints(data, held_out, config.seed, checkpoint, is_full))
     named = {"training": data, "held-out": held_out}
     not_compared = [
         name
         for name, dataset in named.items()
         if not check_same_samples(name, dataset, prints[name], world, SAME_FILES)
     ]
+    changed = together(world, lambda: changed_data(checkpoint, prints, named))
+    # Not every rank has looked into all files: what one has found counts for all.
+    told = map(json.loads, world.all_texts(json.dumps(changed)))
+    changed = next((found for found in told if found), [])
     contract = together(
         world,
         lambda: agree_to_go_on(
             checkpoint,
             config,
-            changed_settings(checkpoint, config, task.settings(), task.may_change)
-            + changed_data(checkpoint, prints, named),
+            changed_settings(checkpoint, config, task.settings(), task.may_change) + changed,
             lambda: agree_on_contract(
                 config, data, world.size, checkpoint, task.gathers and not config.exact
             ),

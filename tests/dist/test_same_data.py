@@ -180,6 +180,17 @@ class Listed:
         return self.names
 
 
+def on_node(rank_in_node: int, size: int = 1) -> None:
+    """Be this rank of a node with `size` ranks, as a launcher would say it."""
+    os.environ.update(LOCAL_RANK=str(rank_in_node), LOCAL_WORLD_SIZE=str(size))
+
+
+class UnsortedOnAnotherNode(Unsorted):
+    def __init__(self) -> None:
+        super().__init__()
+        on_node(0)
+
+
 ALL_DIFFER = "sample 0, sample 9, sample 18 and 5 more differ (8 compared)"
 
 
@@ -189,7 +200,8 @@ ALL_DIFFER = "sample 0, sample 9, sample 18 and 5 more differ (8 compared)"
         (OfTheRank, 2, f"ranks 0 and 1 see different training samples: {ALL_DIFFER}"),
         (OfTheRankHeldOut, 2, f"ranks 0 and 1 see different held-out samples: {ALL_DIFFER}"),
         (OneOther, 3, "ranks 0 and 2 see different training samples: sample 63 differs"),
-        (Unsorted, 2, "the same samples in another order, from 63.png on"),
+        (Unsorted, 2, "63.png, 62.png, 61.png and 61 more differ (64 compared)"),
+        (UnsortedOnAnotherNode, 2, "the same samples in another order, from 63.png on"),
     ],
 )
 def test_ranks_with_different_data_are_refused_by_fit(
@@ -201,6 +213,54 @@ def test_ranks_with_different_data_are_refused_by_fit(
         assert said in words
         assert "try: build the same data on every rank" in words
     assert not (tmp_path / "checkpoints").exists()
+
+
+class Noted(Listed):
+    """Notes which ranks ask for the print of all files."""
+
+    def __init__(self, notes: Path, stale_on: int | None = None) -> None:
+        super().__init__(samples(torch.Generator().manual_seed(0)), reverse=False)
+        self.notes, self.stale_on = notes, stale_on
+
+    def fingerprint(self) -> list[str]:
+        with self.notes.open("a") as file:
+            file.write(f"{rank()} ")
+        stale = self.stale_on in (rank(), -1)
+        return [f"{name} edited" if stale and name == "20.png" else name for name in self.names]
+
+
+class TwoNodes(TinyTask):
+    """Four ranks on two nodes; the print of the data is another one on `stale_on`, or on all."""
+
+    def __init__(self, notes: Path, stale_on: int | None = None) -> None:
+        super().__init__()
+        on_node(rank() % 2, 2)
+        self.data = Noted(notes, stale_on)
+
+    def train_data(self) -> Any:
+        return self.data
+
+
+def test_the_first_rank_of_each_node_looks_into_all_files(tmp_path: Path) -> None:
+    notes, folder = tmp_path / "notes", tmp_path / "run"
+    results = run(folder, 4, lambda: TwoNodes(notes), max_steps=1)
+    assert [type(result) for result in results] == [list] * 4
+    assert sorted(notes.read_text().split()) == ["0", "2"]
+    stale = run(tmp_path / "other", 4, lambda: TwoNodes(notes, stale_on=2))
+    said = "ranks 0 and 2 see different training samples: 1 with other names or contents: 20.png"
+    assert all(said in words for _, words in stale)
+    edited = run(folder, 4, lambda: TwoNodes(notes, stale_on=-1), max_steps=2)
+    said = (
+        "this is not what the checkpoint was trained with: "
+        "training data: 1 with other names or contents: 20.png"
+    )
+    assert [words.partition("\n")[0] for _, words in edited] == [said] * 4
+
+
+def test_a_loader_takes_the_print_of_all_files_once_on_a_node(tmp_path: Path) -> None:
+    build = lambda: Noted(tmp_path / "notes")  # noqa: E731
+    assert run_ranks(2, lambda: own_loop(build, collate=len)) == [12, 12]
+    assert (tmp_path / "notes").read_text().split() == ["0"]
 
 
 # --- What is no difference ------------------------------------------------------------------
@@ -260,9 +320,7 @@ class Kept(TinyTask):
 
 
 @pytest.mark.parametrize("kind", [Augmented, Restless, Rounded])
-def test_augmentation_and_rounding_are_no_difference(
-    kind: type[Augmented], tmp_path: Path
-) -> None:
+def test_augmentation_and_rounding_are_no_difference(kind: type[Augmented], tmp_path: Path) -> None:
     results = run(tmp_path, 2, lambda: Kept(kind), max_steps=1)
     assert [type(result) for result in results] == [list, list]
 

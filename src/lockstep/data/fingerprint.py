@@ -36,13 +36,24 @@ MAX_ENTRIES = 4096
 MAX_READ = 10_000
 """Of more samples, only so many have their contents looked at, evenly spread."""
 WHOLE_BYTES, PIECE_BYTES, NUM_PIECES = 16_384, 4096, 4
+NUM_NAMES = 64
+"""Of data with prints of their own, every rank compares so many names: that opens no file."""
 NUM_SAMPLES = 8
 READ_S = 20.0
 """How long reading them may take; half of it, and no further one is begun."""
 
 
-def take_print(dataset: Any, seed: int, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def is_full_print_due(world: World) -> bool:
+    """Say whether this rank calls `fingerprint()`: the ranks of a node see the same files."""
+    return world.is_first or world.local_rank == 0
+
+
+def take_print(
+    dataset: Any, seed: int, like: Mapping[str, Any] | None = None, is_full: bool = True
+) -> dict[str, Any]:
     """Return the print of a data set: comparable with `like`, if that is given.
+
+    Unless it `is_full`, that of a data set with `fingerprint()` holds the length alone.
 
     Where `like` was taken by an earlier version, `old_samples` holds samples in its form, for
     `differences` alone: ranks compare `samples`, and the next checkpoint should hold only those.
@@ -51,6 +62,8 @@ def take_print(dataset: Any, seed: int, like: Mapping[str, Any] | None = None) -
         return {}
     length = len(dataset)
     if hasattr(dataset, "fingerprint"):
+        if not is_full:
+            return {"length": length}
         per_entry = like.get("per_entry") if like else None
         per_entry = per_entry or math.ceil(length / MAX_ENTRIES)
         texts = list(dataset.fingerprint())
@@ -72,7 +85,8 @@ def check_same_samples(
     """Refuse ranks whose prints of a data set differ from the first rank's. Collective.
 
     Ranks may have read different numbers of samples, because a read takes too long on one of
-    them: those that both have are compared.
+    them: those that both have are compared. A rank whose print is not full compares some names,
+    and leaves the contents of the files to the first rank of its node.
 
     Args:
         what: "training" or "held-out".
@@ -86,6 +100,7 @@ def check_same_samples(
     """
     if world.size == 1 or not own:
         return True
+    own = {**own, "names": {} if "samples" in own else _some_names(dataset)}
     first = json.loads(world.all_texts(json.dumps(own) if world.is_first else "{}")[0])
     compared, difference = _compare_with_first(first, own, dataset)
     # As JSON: the name of a file may hold what UTF-8 cannot encode.
@@ -103,22 +118,30 @@ def check_same_samples(
 def _compare_with_first(
     first: Mapping[str, Any], own: Mapping[str, Any], dataset: Any
 ) -> tuple[int, str]:
-    """Return how many entries or samples were compared, and how they differ."""
-    if not ("samples" in first and "samples" in own):
-        return len(own.get("entries", ())), differences(first, own, dataset)
-    compared, different = _compare_samples(first, own)
+    """Return how many entries, samples or names were compared, and how they differ."""
+    if "entries" in first and "entries" in own:
+        return len(own["entries"]), differences(first, own, dataset)
+    held = "samples" if "samples" in first and "samples" in own else "names"
+    compared, different = _compare_samples(first[held], own[held])
     if not different:
-        return compared, ""
+        # Without names there is nothing to compare here: the first rank of the node has done it.
+        return (compared if held == "samples" else max(1, compared)), ""
     verb = "differs" if len(different) == 1 else "differ"
     return compared, f"{_names(dataset, different)} {verb} ({compared} compared)"
 
 
+def _some_names(dataset: Any) -> dict[str, Any]:
+    """Return the names of a few samples, evenly spread, as ranks can compare them."""
+    if not hasattr(dataset, "describe"):
+        return {}
+    indices = spread(len(dataset), NUM_NAMES)
+    return {str(i): contents_of(names_of(dataset, np.array([i]))) for i in indices}
+
+
 def _compare_samples(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[int, list[int]]:
-    """Return how many samples two prints share, and which of these differ."""
-    both = [index for index in a["samples"] if index in b["samples"]]
-    different = [
-        int(index) for index in both if not same_contents(a["samples"][index], b["samples"][index])
-    ]
+    """Return how many samples have contents in both, and which of these differ."""
+    both = [index for index in a if index in b]
+    different = [int(index) for index in both if not same_contents(a[index], b[index])]
     return len(both), different
 
 
@@ -134,12 +157,12 @@ def spread(length: int, count: int) -> list[int]:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], dataset: Any) -> str:
     """Say what has changed between two prints; nothing if nothing has."""
-    if not old or not new or ("entries" in old) != ("entries" in new):
+    if not any(kind in old and kind in new for kind in ("entries", "samples")):
         return ""
     name, grown = partial(_names, dataset), new["length"] - old["length"]
     if "samples" in old:
         in_old_form = new.get("old_samples", {})
-        _, edited = _compare_samples(old, {"samples": {**new["samples"], **in_old_form}})
+        _, edited = _compare_samples(old["samples"], {**new["samples"], **in_old_form})
         said = [f"{abs(grown)} {'added' if grown > 0 else 'removed'}"] if grown else []
         return ", ".join(said + ([f"other contents: {name(edited)}"] if edited else []))
     before, now, each = old["entries"], new["entries"], old["per_entry"]

@@ -16,7 +16,12 @@ from torch.utils.data import default_collate
 
 from lockstep.agreement import check_alike
 from lockstep.data.feed import to_device
-from lockstep.data.fingerprint import NUM_SAMPLES, check_same_samples, take_print
+from lockstep.data.fingerprint import (
+    NUM_SAMPLES,
+    check_same_samples,
+    is_full_print_due,
+    take_print,
+)
 from lockstep.data.order import (
     Leaf,
     Order,
@@ -188,7 +193,8 @@ class Loader:
         place = f"step {self.step} of {self.total_steps}, {self.plan.num_samples} samples"
         check_alike("places to begin", place, self._world)
         if not self.is_compared and not is_stream(self.dataset):
-            own = take_print(self.dataset, self._reader.seed)
+            is_full = is_full_print_due(self._world)
+            own = take_print(self.dataset, self._reader.seed, is_full=is_full)
             check_same_samples("training", self.dataset, own, self._world, SAME_DATA)
             self.is_compared = True
 
