@@ -283,8 +283,8 @@ def agree_to_go_on(
         changes = [*changes, error.problem]
     raise ConfigError(
         f"this is not what the checkpoint was trained with: {'; '.join(changes)}",
-        "set what is listed back to its old value, or pass accept_changes=true to continue with the "
-        "new ones",
+        "set what is listed back to its old value, or pass accept_changes=true to continue with "
+        "the new ones",
     )
 
 

@@ -56,7 +56,9 @@ def launch(
         typer.Argument(metavar="SCRIPT ...", help="a script, or -m MODULE, and its flags"),
     ],
     gpus: Annotated[str, typer.Option(help="processes here, one per GPU, or 'all'")] = "all",
-    nodes: Annotated[int, typer.Option(help="machines that train together")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option(help="machines that train together; 1 if not given")
+    ] = None,
     node_rank: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
     head: Annotated[
         str,
@@ -74,13 +76,14 @@ def launch(
 ) -> None:
     """Run a script on several processes: free port, first error shown, nothing left behind."""
     with quick_to_interrupt():
-        from lockstep.cli.run import count_processes
+        from lockstep.cli.run import count_nodes, count_processes
         from lockstep.launch.local import LaunchRequest
         from lockstep.launch.local import launch as start
         from lockstep.launch.stopping import leave
 
         num = count_processes(gpus)
-    leave(start(LaunchRequest(tuple(words), num, nodes, node_rank, head, restarts, logs, wait)))
+        num_nodes = count_nodes(nodes, head)
+    leave(start(LaunchRequest(tuple(words), num, num_nodes, node_rank, head, restarts, logs, wait)))
 
 
 @app.command(epilog=PLAN_EXAMPLE)

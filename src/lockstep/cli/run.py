@@ -45,6 +45,20 @@ def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
     return launch(LaunchRequest(("-m", module, *argv), num_processes))
 
 
+def count_nodes(nodes: int | None, head: str) -> int:
+    """Return how many nodes train together.
+
+    A head without a number of nodes is half a request: this node would train alone, on a part of
+    the batch.
+    """
+    if nodes is None and head:
+        raise ConfigError(
+            f"--head {shown(head)} names node 0, and --nodes is missing: how many nodes are there?",
+            "pass --nodes 2, or leave out --head on one machine",
+        )
+    return 1 if nodes is None else nodes
+
+
 def count_processes(gpus: str) -> int:
     """Return how many processes `--gpus` asks for.
 

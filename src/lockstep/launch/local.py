@@ -23,7 +23,7 @@ from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.addresses import LOOPBACK, check_loopback, interface_towards
-from lockstep.errors import LaunchError, shown
+from lockstep.errors import LaunchError, plain, shown
 from lockstep.launch.handshake import TOKEN_VARIABLE
 from lockstep.launch.member import Membership, Place, parse_head
 from lockstep.launch.stopping import SIGNALS, Stopped, StopRequest
@@ -187,6 +187,11 @@ def preloaded(restarts: int) -> list[str]:
 def _check(command: LaunchRequest) -> None:
     """Refuse what cannot start, before anything does."""
     check_script(command.words)
+    if command.num_nodes > 1 and not command.head:
+        raise LaunchError(
+            f"--nodes {shown(command.num_nodes)} needs the address of node 0",
+            "pass --head HOST:PORT, the same on every node",
+        )
     if command.num_nodes > 1:
         parse_head(command.head)
     if not 0 < command.num_nodes <= MAX_NODES:
@@ -203,6 +208,14 @@ def _check(command: LaunchRequest) -> None:
         raise LaunchError(
             f"--restarts {shown(command.restarts)} cannot be counted", "pass --restarts 3"
         )
+    if command.logs is not None:
+        try:
+            os.makedirs(command.logs, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"the log folder {plain(command.logs)} cannot be made: {error.strerror}",
+                "pass a folder that you may write to: --logs FOLDER",
+            ) from error
 
 
 def _check_gpus(num_processes: int) -> None:
