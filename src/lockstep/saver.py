@@ -44,15 +44,19 @@ class Saver:
         """What this rank wrote for a checkpoint that awaits the shares of the others."""
         self._commit: Callable[[dict[str, dict[str, Any]]], object] | None = None
 
-    def save(self, metrics: Mapping[str, float], is_best: bool = False) -> None:
+    def save(
+        self, metrics: Mapping[str, float], is_best: bool = False, replace: bool = False
+    ) -> None:
         """Copy the state of the run to host memory and let the writer store it. Collective.
+
+        A checkpoint of the same step is kept unless `replace` is true.
 
         Raises:
             ConfigError: on all ranks, once it is saved, if `Task.state` differs between them.
         """
         world = self.run.world
         difference = state_difference(together(world, self.run.task.state), world)
-        self._save(metrics, is_best)
+        self._save(metrics, is_best, replace)
         if difference:
             self._refuse_state(difference)
 
@@ -66,7 +70,7 @@ class Saver:
             raise ConfigError(problem, SAME_STATE)
         self.record.events.write("warning", step, message=problem)
 
-    def _save(self, metrics: Mapping[str, float], is_best: bool) -> None:
+    def _save(self, metrics: Mapping[str, float], is_best: bool, replace: bool) -> None:
         began = time.monotonic()
         self.settle()
         run, saving = self.run, self.run.config.checkpoint
@@ -85,7 +89,7 @@ class Saver:
 
         def commit(what: Any) -> None:
             if what:
-                run.store.save(step, what, meta)
+                run.store.save(step, what, meta, replace)
             for name in names:
                 run.store.name(step, name)
             self.committed_step = step
@@ -98,7 +102,7 @@ class Saver:
             try:
                 needed = parts.num_bytes * run.world.size  # ranks have as much each, to a row
                 begun = together(
-                    run.world, lambda: run.world.is_first and run.store.begin(step, needed)
+                    run.world, lambda: run.world.is_first and run.store.begin(step, needed, replace)
                 )
             except CheckpointError as error:
                 self._not_saved(error)

@@ -365,6 +365,7 @@ def prepare(task: Task, config: RunConfig, world: World, stack: ExitStack) -> Ru
     store = CheckpointStore(
         folder / "checkpoints", keep_last=config.checkpoint.keep_last, recipe=task.name
     )
+    together(world, lambda: store.restore_replaced() if world.is_first else None)
     if world.all_max(int(launched().is_again))[0]:  # machines count restarts each for itself
         config = together(world, lambda: settled(config, store, launched().job))
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))

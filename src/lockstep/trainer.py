@@ -113,6 +113,8 @@ class Trainer:
         self.has_finished = False
         """Whether everything is saved and nothing is left to do."""
         self.evaluated_step: int | None = None
+        self._made_up_at: int | None = None
+        """The step whose checkpoint says that an evaluation is owed, which has been made since."""
         signals.unsaved = self._unsaved
         signals.is_quiet = not run.world.is_first
         self._num_new, self._again = 0, False
@@ -137,6 +139,7 @@ class Trainer:
             is_best = self._evaluate()
             if self.stopped_by:
                 return
+            self._made_up_at = progress.step
             self._save(is_best)
         batches = iter(run.loader)
         upcoming = self._fetch(batches)
@@ -422,7 +425,8 @@ class Trainer:
         """Save the run as it stands, with what an evaluation of this step found. Collective."""
         self._check_finite()
         measured = self.evaluated_step == self.run.progress.step
-        self.saver.save(self.metrics if measured else {}, is_best)
+        replace = self._made_up_at == self.run.progress.step
+        self.saver.save(self.metrics if measured else {}, is_best, replace)
 
     def _check_finite(self) -> None:
         """Raise, on all ranks alike, if a step since the last look was no longer arithmetic."""

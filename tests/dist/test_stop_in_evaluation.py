@@ -211,6 +211,25 @@ def test_a_stop_in_an_evaluation_is_saved_at_once_and_the_evaluation_made_up_for
     assert kinds[kinds.index("resume") + 1] == "evaluation", "it comes before the next step"
 
 
+@pytest.mark.parametrize("changes", [{}, {"checkpoint": {"sharded": True, "keep_last": 1}}])
+def test_an_evaluation_that_was_made_up_for_is_no_longer_owed(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    run(tmp_path, 2, lambda: Interrupted("pass 1 batch 2", 0, NUM_STEPS), **changes)
+    run(tmp_path, 2, **changes)
+    saved, rejected = store(tmp_path).latest()
+    assert saved is not None
+    assert (saved.step, rejected) == (NUM_STEPS, [])
+    assert saved.load("progress")["owes_evaluation"] is False
+    assert saved.meta["metrics"] == measured(tmp_path)[NUM_STEPS]
+    third = run(tmp_path, 2, **changes)
+    assert [(result.step, result.exit_code) for result in third] == [(NUM_STEPS, 0)] * 2
+    kinds = [event["event"] for event in read_events(tmp_path, raw=True)]
+    after_third_start = kinds[-kinds[::-1].index("resume") :]
+    assert "evaluation" not in after_third_start
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
 def test_an_evaluation_that_is_owed_may_be_interrupted_again(
     tmp_path: Path, undisturbed: Callable[[int], Path]
 ) -> None:

@@ -20,6 +20,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,21 @@ class CheckpointStore:
         """Return where the checkpoint of a step is, or would be."""
         return self.folder / f"step_{step:08d}"
 
-    def save(self, step: int, parts: Mapping[str, Any] | Written, meta: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, Any] | Written,
+        meta: Mapping[str, Any],
+        replace: bool = False,
+    ) -> Path:
         """Commit a checkpoint, read back before it exists, and return its folder.
 
-        A valid one of the same step is kept as it is. Older ones that nothing
-        needs any more are removed afterwards. In place of `parts` may stand what
-        ranks have `Written` since `begin`, each with `write_share`.
+        A valid one of the same step is kept as it is, unless `replace` is true and it is not a
+        link. Older ones that nothing needs any more are removed afterwards. In place of `parts`
+        may stand what ranks have `Written` since `begin`, each with `write_share`.
+
+        A checkpoint that is replaced has a hidden name between two renames. After a kill there,
+        `restore_replaced` or the next save gives it its own name back.
 
         Raises:
             CheckpointError: nothing was committed and what was there is untouched.
@@ -88,7 +98,8 @@ class CheckpointStore:
         try:
             if not isinstance(parts, Written):
                 share = share_of(parts)
-                if not self.begin(step, share.num_bytes):
+                begin = partial(self.begin, replace=True) if replace else self.begin
+                if not begin(step, share.num_bytes):
                     return final
                 parts = Written(share.skeletons, self.write_share(step, share))
             aside = self._aside(step)
@@ -96,18 +107,25 @@ class CheckpointStore:
                 write_manifest(aside, step, self.recipe, parts, meta, self.generation)
                 read_checkpoint(aside, hashed=False)  # each file was read back by who wrote it
                 self._raise_if_taken_over()
+                before = self._hidden("replaced" if replace else "rejected", final.name)
                 if os.path.lexists(final) and self._replaceable.get(final) == _fingerprint(final):
-                    os.rename(final, self._hidden("rejected", final.name))
-                os.rename(aside, final)
+                    os.rename(final, before)
+                try:
+                    os.rename(aside, final)
+                except OSError:
+                    self._restore(before)
+                    raise
                 flush_folder(self.folder)
+                if replace:
+                    shutil.rmtree(before, ignore_errors=True)
         finally:
             shutil.rmtree(self._aside(step), ignore_errors=True)
         self._verified[final] = self._committed[final] = _fingerprint(final)
         self._prune(final)
         return final
 
-    def begin(self, step: int, num_needed: int = 0) -> bool:
-        """Make room for the files of a checkpoint; say no if there is a valid one already."""
+    def begin(self, step: int, num_needed: int = 0, replace: bool = False) -> bool:
+        """Make room for the files of a checkpoint; say no if there is a valid one to keep."""
         if step < 0:
             raise CheckpointError(f"a run cannot be at step {step}", "count from 0")
         final = self.path(step)
@@ -116,7 +134,7 @@ class CheckpointStore:
                 self.take_over(max(self._accepted(), default=-1))  # a custom loop, after `fit`
             self._raise_if_taken_over()
             self.set_stale_aside()
-            if self._is_saved(final):
+            if self._is_saved(final) and not (replace and not final.is_symlink()):
                 flush_folder(self.folder)  # a save that failed in its last moment had not
                 return False
             self._replaceable = {final: _fingerprint(final)}
@@ -133,16 +151,41 @@ class CheckpointStore:
 
     def sweep(self) -> None:
         """Remove what this group, or one before it, began and never committed."""
-        for kind in ("writing", "removing", "rejected", "naming"):
+        for kind in ("writing", "removing", "rejected", "replaced", "naming"):
             for path in self.folder.glob(f".{kind}_*"):
                 whose = _GENERATION.search(path.name)
                 if whose and int(whose[1]) > self.generation:
                     continue
+                with suppress(OSError):
+                    self._restore(path)
                 if path.is_symlink():
                     with suppress(OSError):
                         path.unlink()
                 else:
                     shutil.rmtree(path, ignore_errors=True)
+
+    def restore_replaced(self) -> None:
+        """Give a checkpoint its name back that a kill left between the renames of a replacement.
+
+        For whoever is about to take the folder over.
+
+        Raises:
+            CheckpointError: it cannot be renamed.
+        """
+        for path in self.folder.glob(".replaced_*"):
+            try:
+                self._restore(path)
+            except OSError as error:
+                raise CheckpointError(f"cannot rename {path}: {error}", "check the disk") from error
+
+    def _restore(self, hidden: Path) -> None:
+        """Rename what was to be replaced back, if nothing has its place."""
+        name = _GENERATION.sub("", hidden.name).removeprefix(".replaced_")
+        final = self.folder / name
+        is_checkpoint = STEP_FOLDER.fullmatch(name) and os.path.lexists(hidden)
+        if is_checkpoint and not os.path.lexists(final):
+            os.rename(hidden, final)
+            flush_folder(self.folder)
 
     def name(self, step: int, alias: str) -> Path:
         """Point `alias` (such as `best_model.pt`) at a checkpoint, which retention then keeps.
