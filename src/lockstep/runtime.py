@@ -198,8 +198,9 @@ def _make_group(launch: Launch, place: torch.device, timeout_s: float) -> tuple[
         raise LaunchError(
             f"rank {launch.rank} of {launch.size} could not join the process group at "
             f"{launch.head}:{launch.port}: {str(error).splitlines()[0]}",
-            "check that every rank started, use a free port (torchrun --standalone), and set "
-            "GLOO_SOCKET_IFNAME if the hosts cannot reach each other; lockstep doctor tests this",
+            "check that every rank started, use a free port (MASTER_PORT, or torchrun "
+            "--standalone), and set GLOO_SOCKET_IFNAME if the hosts cannot reach each other; "
+            "lockstep doctor tests this",
         ) from error
     _stores[launch] = kept
     if _num_groups == 0:
