@@ -55,6 +55,7 @@ def overfit(tmp_path: Path, settings: Any, kind: type[AtlasTask], steps: int, ma
         schedule={"shape": "cosine", "warmup_steps": 20},
         evaluation={"every_steps": steps, "batch_size": 32, "save_best": False},
         checkpoint={"every_steps": steps},
+        max_grad_norm=1.0,  # as the recipe has it
         log_every=100,
     )
 
