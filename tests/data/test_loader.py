@@ -158,6 +158,17 @@ def test_a_loader_does_not_go_on_under_another_seed() -> None:
     assert sorted(sum(read, [])) == list(range(12))
 
 
+def test_smaller_micro_batches_for_more_ranks_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    state = Loader(range(48), FakeWorld(size=2), batch_size=8, epochs=1).state_dict()
+    caplog.set_level("WARNING", "lockstep")
+    for size in (2, 3):
+        Loader(range(48), FakeWorld(size=size), batch_size=8, epochs=1).load_state_dict(state)
+    (logged,) = caplog.messages
+    assert logged.startswith(
+        "resumed on 3 ranks instead of 2: micro-batches of 6 samples instead of 8, still 16 samples"
+    )
+
+
 def test_a_data_set_that_reads_several_samples_in_one_call_is_asked_so() -> None:
     whole = Batched()
     read = rows(steps(whole))

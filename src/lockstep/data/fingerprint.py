@@ -122,7 +122,7 @@ def _compare_with_first(
     if "entries" in first and "entries" in own:
         return len(own["entries"]), differences(first, own, dataset)
     held = "samples" if "samples" in first and "samples" in own else "names"
-    compared, different = _compare_samples(first[held], own[held])
+    compared, different = _compare_samples(first.get(held, {}), own.get(held, {}))
     if not different:
         # Without names there is nothing to compare here: the first rank of the node has done it.
         return (compared if held == "samples" else max(1, compared)), ""

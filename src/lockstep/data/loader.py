@@ -5,6 +5,7 @@ and handing them out a step at a time. Does not own: the order, the reading of a
 leaf, the copy to the device.
 """
 
+import logging
 import math
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
@@ -45,6 +46,8 @@ from lockstep.detect import MAX_TIMEOUT_S
 from lockstep.errors import ConfigError, DataError, own_exit_code
 from lockstep.plan import BatchConfig, BatchPlan, plan_batches, resume_plan
 from lockstep.runtime import World
+
+_log = logging.getLogger("lockstep")
 
 STREAM_LENGTH = 2**62
 """A stream is one endless epoch, in which a sample's id is its position."""
@@ -171,7 +174,18 @@ class Loader:
             ConfigError: if samples, batch size or seed have changed since.
         """
         seeds = ("seed", state.get("seed", self._reader.seed), self._reader.seed)
-        self.plan = resume_plan(BatchPlan(**state["plan"]), self.plan, seeds)
+        stored = BatchPlan(**state["plan"])
+        self.plan = resume_plan(stored, self.plan, seeds)
+        if self.plan.leaf_size != stored.leaf_size and self._world.is_first:
+            _log.warning(
+                "resumed on %d ranks instead of %d: micro-batches of %d samples instead of %d, "
+                "still %d samples a step; batch normalisation sees one micro-batch at a time",
+                self.plan.world_size,
+                stored.world_size,
+                self.plan.leaf_size,
+                stored.leaf_size,
+                self.plan.global_batch,
+            )
         self.seek(state["step"], state["consumed"])
 
     def __iter__(self) -> Iterator[StepBatch]:
