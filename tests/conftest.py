@@ -24,7 +24,7 @@ import torch.distributed as dist
 # threads, and the first parallel region of the child then waits for ever.
 torch.set_num_threads(1)
 
-# A shell that starts the suite in its background has it ignore Ctrl-C and Ctrl-\\, and all it starts.
+# A shell that starts the suite in its background has it ignore SIGINT and SIGQUIT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
