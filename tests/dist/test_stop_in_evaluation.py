@@ -346,7 +346,7 @@ class Counted(TinyTask):
 
 
 def evaluate_until(num_batches: int) -> tuple[str, int]:
-    """Evaluate in a loop of one's own, and stop before a batch on rank 1 alone."""
+    """Evaluate in a custom loop, and stop before a batch on rank 1 alone."""
     task = Counted()
     asked: list[int] = []
 
