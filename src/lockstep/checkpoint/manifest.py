@@ -4,7 +4,8 @@ Owns: the bounds and types of a manifest's fields, and naming the first that is 
 the hashes that prove a file is the one that was written (`layout.py`), or the meta data, which
 belong to whoever saved (`saved_run.py` knows those of `fit`).
 
-A hash does not protect against somebody who computes it again, so no field is trusted because it has one.
+A hash does not protect against somebody who computes it again, so no field is trusted for having
+one.
 """
 
 import json
