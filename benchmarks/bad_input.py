@@ -556,8 +556,8 @@ def flag_cases(seed: int, count: int, folder: Path) -> Cases:
 
 def environment_cases(seed: int, count: int, folder: Path) -> Cases:
     """Hand launch variables to all that read them."""
-    from lockstep import runtime
-    from lockstep.detect import detect_launch
+    from lockstep.dist import world as runtime
+    from lockstep.dist.detect import detect_launch
     from lockstep.doctor import grace, machine, network
     from lockstep.doctor.command import read_command
     from lockstep.doctor.report import as_json, as_lines

@@ -182,7 +182,8 @@ def run_mutants(
         seen = [v for s in stories for v in oracles.judge(s, golden) if not v.held]
         names = [verdict.name for verdict in seen]
         what = MUTANTS[name].what if name else "the product as it is"
-        is_right = MUTANTS[name].seen_by in names if name else not names
+        took_steps = all((story.folder / "chaos" / "steps.txt").exists() for story in stories)
+        is_right = took_steps and (MUTANTS[name].seen_by in names if name else not names)
         verdict = ("caught" if name else "clean") if is_right else "NOT RIGHT"
         print(
             f"{verdict:<10}{what:<50}{time.monotonic() - began:6.1f} s  {', '.join(names)}",

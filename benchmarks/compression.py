@@ -29,7 +29,8 @@ from forecast import Cables, cables
 from torch import Tensor
 
 from lockstep import RunConfig, World, fit, read_events
-from lockstep.setup import Run, prepare
+from lockstep.run.build import prepare
+from lockstep.run.run import Run
 from lockstep.signals import StopSignals
 from lockstep.testing import free_port, run_ranks
 from lockstep.trainer import Trainer

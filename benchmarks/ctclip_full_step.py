@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep.data.loader import StepBatch
+from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.order import Leaf
-from lockstep.data.reader import MicroBatch
-from lockstep.runtime import World
-from lockstep.step import train_step
+from lockstep.dist.world import World
+from lockstep.step.train_step import train_step
 from lockstep_recipes.ctclip.config import CTClipConfig
 from lockstep_recipes.ctclip.task import CTClipTask
 from lockstep_recipes.ctclip.text import NUM_SPECIAL, Vocabulary

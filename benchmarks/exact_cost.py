@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import PartialLoss, RunConfig, Task, World
-from lockstep.setup import prepare
+from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
-from lockstep.step import train_step
+from lockstep.step.train_step import train_step
 from lockstep.task import Context
 from lockstep.testing import run_ranks
 from lockstep.trainer import Trainer

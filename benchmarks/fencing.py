@@ -8,7 +8,7 @@ two groups. A new group then resumes from the newest checkpoint, takes the folde
 twice, the second time in half of the tries at the step that the old group is about to commit. The
 old group continues before the new one has saved, or after that. Afterwards a resume must find the
 new group's newest checkpoint, every bit of it, and nothing of the old group that was not there when
-the new one took over. Prints a table.
+the new one took over. Prints a table. `link_cuts.py` cuts the network between two real nodes.
 """
 
 import argparse

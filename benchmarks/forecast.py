@@ -34,11 +34,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import PartialLoss, RunConfig, Task, fit, parallel
+from lockstep import PartialLoss, RunConfig, Task, fit
 from lockstep.bench.collectives import measure_collectives
 from lockstep.bench.forecast import Timeline, forecast, step_s
 from lockstep.bench.link import Link
 from lockstep.bench.play import Bench, Measured
+from lockstep.dist import ddp as parallel
 from lockstep.task import Context
 
 MOST_OFF = 0.10

@@ -6,7 +6,7 @@ from contextlib import closing
 import psutil
 import pytest
 
-from lockstep.addresses import interface_towards, listen_at, listen_on_loopback, own_addresses
+from lockstep.dist.addresses import interface_towards, listen_at, listen_on_loopback, own_addresses
 
 
 def test_loopback_is_listened_on_alone() -> None:

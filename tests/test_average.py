@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.average import Averages
+from lockstep.errors import CheckpointError
+from lockstep.run.average import Averages
 
 
 def build_model() -> nn.Module:
@@ -110,3 +111,46 @@ def test_frozen_weights_are_not_averaged() -> None:
     model = build_model()
     model[0].requires_grad_(False)
     assert list(Averages(model, (0.9,)).state(0.9)) == ["1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_average_of_half_precision_weights_does_not_lose_small_steps(dtype: torch.dtype) -> None:
+    """Its steps are a thousandth of the difference: 16 bits would round every one of them away."""
+    model, wide = build_model().to(dtype), build_model().to(dtype).float()
+    averages, reference = Averages(model, (0.999,)), Averages(wide, (0.999,))
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), wide.parameters(), strict=True):
+            p.add_(1)
+            q.copy_(p)
+    for step in range(10_000, 10_100):
+        averages.update(step)
+        reference.update(step)
+    expected = reference.state(0.999)
+    assert all(torch.equal(p, expected[name]) for name, p in averages.state(0.999).items())
+    assert averages.state(0.999)["0.weight"].dtype == torch.float32
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with averages.applied(0.999):
+        for name, p in model.named_parameters():
+            assert torch.equal(p, expected[name].to(dtype))
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in averages.state(0.999).items())
+
+
+def test_other_weights_are_averaged_in_their_own_type() -> None:
+    kinds = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    model = nn.ParameterList([torch.ones(2, dtype=kind) for kind in kinds])
+    averages = Averages(model, (0.9,))
+    averages.update(1)
+    assert [p.dtype for p in averages.state(0.9).values()] == list(kinds)
+
+
+def test_an_average_that_was_saved_in_half_precision_still_loads() -> None:
+    model = build_model().to(torch.bfloat16)
+    averages = Averages(model, (0.9,))
+    move(model, 1)
+    saved = {name: p.detach().clone() for name, p in model.named_parameters()}
+    averages.load_state(0.9, saved)
+    assert all(torch.equal(p, saved[name].float()) for name, p in averages.state(0.9).items())
+    averages.load_state(0.9, {name: p.float() for name, p in saved.items()})
+    with pytest.raises(CheckpointError, match="the file .* float64"):
+        averages.load_state(0.9, {name: p.double() for name, p in saved.items()})

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lockstep import RunConfig
-from lockstep.detect import detect_launch
+from lockstep.dist.detect import detect_launch
 from lockstep.doctor import grace
 from lockstep.doctor.findings import Findings
 from lockstep.errors import ConfigError, LaunchError, LockstepError

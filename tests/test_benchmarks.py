@@ -143,13 +143,13 @@ def test_a_seek_is_flat_and_a_slow_one_is_missed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stalls, "time", clock)
     rows = stalls.seeks(repeats=5)
     assert [row.verdict for row in rows[:4]] == ["ok"] * 4
-    real = stalls.Loader.load_state_dict
+    real = stalls.Loader.seek
 
-    def reading_again(loader: Any, state: dict[str, Any]) -> None:
-        clock.passed += state["consumed"] * 1e-10
-        real(loader, state)
+    def reading_again(loader: Any, step: int, consumed: int) -> None:
+        clock.passed += consumed * 1e-10
+        real(loader, step, consumed)
 
-    monkeypatch.setattr(stalls.Loader, "load_state_dict", reading_again)
+    monkeypatch.setattr(stalls.Loader, "seek", reading_again)
     assert [row.verdict for row in stalls.seeks(repeats=5)] == ["ok"] * 3 + ["MISSED"] * 2
 
 

@@ -1,7 +1,9 @@
 """A config that makes no sense is refused by the path of its key, with the nearest that does."""
 
 import inspect
+import pickle
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import yaml
@@ -9,6 +11,7 @@ import yaml
 from lockstep import RunConfig, train_step
 from lockstep.config import Cadence
 from lockstep.errors import ConfigError
+from lockstep.plan import BatchConfig
 
 
 def refusal(values: dict[str, object]) -> ConfigError:
@@ -21,6 +24,35 @@ def test_an_unknown_key_is_named_with_the_nearest_good_one() -> None:
     error = refusal({"epoch": 3})
     assert "'epoch'" in error.problem
     assert error.remedy == "did you mean epochs?"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"epoch": 3},
+        {"batch": {"batch_sise": 3}},
+        {"epochs": 0, "seed": "x"},
+        {"exact": True, "sync_batch_norm": True},
+        {"seed": 2**70},
+    ],
+)
+def test_the_constructor_refuses_in_the_words_of_parse(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(**values)
+    assert str(caught.value) == str(refusal(values))
+
+
+def test_a_key_that_is_no_text_is_refused_too() -> None:
+    values: Any = {1: 2}
+    assert refusal(values).problem == "1: keys should be strings"
+
+
+def test_a_config_survives_copies_and_pickling() -> None:
+    config = RunConfig(epochs=3, batch=BatchConfig(batch_size=8))
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert config.model_copy(update={"epochs": 4}) == RunConfig(epochs=4, batch=config.batch)
+    assert RunConfig.parse(config.model_dump(mode="json")) == config
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 
 def test_an_unknown_nested_key_is_named_by_its_path() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.detect import Launch, _first_host, check_size, detect_launch
+from lockstep.dist.detect import Launch, _first_host, check_size, detect_launch
+from lockstep.dist.environment import group_timeout_s, launched_rank
+from lockstep.dist.world import choose_device
 from lockstep.errors import LaunchError
-from lockstep.runtime import choose_device, group_timeout_s, launched_rank
 
 MEETING = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29400"}
 BY_HAND = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MEETING}
@@ -77,7 +78,15 @@ def test_plain_python_is_one_process() -> None:
 
 
 def test_torchrun_is_taken_at_its_word() -> None:
-    assert detect_launch(TORCHRUN) == Launch(5, 8, 1, 4, "10.0.0.7", 29400, "torchrun", "none")
+    said = Launch(5, 8, 1, 4, "10.0.0.7", 29400, "torchrun", "none", has_agent=True)
+    assert detect_launch(TORCHRUN) == said
+
+
+def test_our_launcher_is_named_and_a_torchrun_below_it_too() -> None:
+    ours = detect_launch({**TORCHRUN, "LOCKSTEP_LAUNCH_ID": TORCHRUN["TORCHELASTIC_RUN_ID"]})
+    assert (ours.launcher, ours.has_agent) == ("lockstep launch", True)
+    below = detect_launch({**TORCHRUN, "LOCKSTEP_LAUNCH_ID": "another"})
+    assert (below.launcher, below.has_agent) == ("torchrun", True)
 
 
 def test_launches_of_torchrun_that_have_no_id_are_told_apart_on_one_machine() -> None:

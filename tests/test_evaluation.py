@@ -14,8 +14,8 @@ from torch.utils.data import default_collate
 
 from lockstep import PartialLoss, World
 from lockstep.data.loader import LoaderConfig
-from lockstep.evaluation import evaluate, evaluating
 from lockstep.randomness import seed_all
+from lockstep.run.evaluation import evaluate, evaluating
 from lockstep.task import Context
 from lockstep.testing import FakeWorld, TinyTask, run_ranks
 

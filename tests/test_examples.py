@@ -17,10 +17,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def in_folder(script: str, folder: Path, stop_after: int | None = None) -> None:
     """Run an example as a script, perhaps killed after so many steps."""
     os.chdir(folder)
-    import lockstep.step
+    import lockstep.step.train_step
 
     steps = 0
-    real = lockstep.step.train_step
+    real = lockstep.step.train_step.train_step
 
     def counted(*args: object, **kwargs: object) -> object:
         nonlocal steps
@@ -29,7 +29,7 @@ def in_folder(script: str, folder: Path, stop_after: int | None = None) -> None:
         steps += 1
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
-    lockstep.step.train_step = counted  # type: ignore[assignment]
+    lockstep.step.train_step.train_step = counted  # type: ignore[assignment]
     code = (EXAMPLES / script).read_text()
     exec(compile(code, script, "exec"), {"__name__": "__main__"})
 
@@ -88,3 +88,27 @@ def test_ranks_that_found_different_checkpoints_do_not_train(tmp_path: Path) -> 
     run_ranks(2, in_folders_of_their_own, tmp_path)
     with pytest.raises(RuntimeError, match="different places to begin: step 40 .* step 0"):
         run_ranks(2, in_folders_of_their_own, tmp_path)
+
+
+def two_networks(folder: Path, stop_after: int | None = None) -> None:
+    torch.set_default_dtype(torch.float64)
+    in_folder("two_networks.py", folder, stop_after)
+
+
+def both_networks(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max((folder / "run").glob("step_*"))
+    files = {name: load_file(newest / f"{name}.safetensors") for name in ("G", "D")}
+    return {f"{net}.{name}": t for net, file in files.items() for name, t in file.items()}
+
+
+def test_two_networks_on_ranks_are_those_of_one_also_after_a_kill(tmp_path: Path) -> None:
+    for name in ("one", "two", "killed"):
+        (tmp_path / name).mkdir()
+    run_ranks(1, two_networks, tmp_path / "one")
+    run_ranks(2, two_networks, tmp_path / "two")
+    with pytest.raises(RuntimeError, match="died"):
+        run_ranks(2, two_networks, tmp_path / "killed", 11)
+    run_ranks(2, two_networks, tmp_path / "killed")
+    one, two, killed = (both_networks(tmp_path / name) for name in ("one", "two", "killed"))
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-12
+    assert all(torch.equal(two[name], killed[name]) for name in two)

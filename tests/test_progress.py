@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from lockstep import progress as module
-from lockstep.data.loader import StepBatch
-from lockstep.progress import Progress, StepReport
+from lockstep.data.batch import StepBatch
+from lockstep.run import progress as module
+from lockstep.run.progress import Progress
+from lockstep.step.report import StepReport
 
 
 def report(loss: float, weight: float, norm: float = 1.0, part: float = 0.0) -> StepReport:
@@ -54,7 +55,7 @@ def test_the_first_step_that_is_no_arithmetic_is_named(loss: float, norm: float)
     progress.take(report(math.nan, 1.0), batch(6))
     progress.settle()
     assert progress.bad is not None
-    assert str(progress.bad) == str((5, loss / 2, norm))
+    assert str(progress.bad) == str((5, loss / 2, norm, 2.0))
 
 
 def test_a_saved_state_comes_back_also_with_sums_that_are_tensors() -> None:

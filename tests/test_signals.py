@@ -84,10 +84,11 @@ def signal_in_turn(*numbers: signal.Signals, unsaved: str) -> None:
     with StopSignals() as signals:
         signals.unsaved = lambda: unsaved
         for number in numbers:
-            before = signals._requested_at = signals._requested_at - 1.5 * ECHO_S
+            hearing = signals._hearing
+            before = hearing.heard_at = hearing.heard_at - 1.5 * ECHO_S
             os.kill(os.getpid(), number)
             deadline = time.monotonic() + 5
-            while signals._requested_at == before and time.monotonic() < deadline:
+            while hearing.heard_at == before and time.monotonic() < deadline:
                 time.sleep(0.001)
         os._exit(7)
 
@@ -118,6 +119,27 @@ def test_the_signal_after_slurms_warning_leaves_its_grace_to_the_save(
     assert capfd.readouterr().err == ""
     assert exit_code_of(lambda: signal_in_turn(warning, limit, limit, unsaved="all")) == 5
     assert exit_code_of(lambda: signal_in_turn(warning, warning, unsaved="all")) == 5
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        ((signal.SIGTERM, signal.SIGTERM), 7),  # --signal=TERM@20, and the time limit
+        ((signal.SIGTERM, signal.SIGTERM, signal.SIGTERM), 7),
+        ((signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM), 7),
+        ((signal.SIGTERM, signal.SIGUSR1), 7),
+        ((signal.SIGINT, signal.SIGTERM), 7),
+        ((signal.SIGTERM, signal.SIGINT), 7),
+        ((signal.SIGTERM, signal.SIGINT, signal.SIGINT), 5),
+        ((signal.SIGINT, signal.SIGTERM, signal.SIGINT), 5),
+        ((signal.SIGINT, signal.SIGINT), 5),
+    ],
+)
+def test_inside_a_slurm_job_its_own_signals_never_insist(
+    sent: tuple[signal.Signals, ...], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert exit_code_of(lambda: signal_in_turn(*sent, unsaved="all")) == code
 
 
 def test_the_planted_fault_an_echo_does_not_leave() -> None:

@@ -16,14 +16,16 @@ import torch.distributed as dist
 from torch import nn
 
 from chaos.schedule import Fault, Leg
-from lockstep import exact, setup, step
-from lockstep.average import Averages
 from lockstep.checkpoint import layout, lock, state, store
 from lockstep.data.ledger import Ledger
 from lockstep.data.order import Shuffled
+from lockstep.exact import reducer as exact
 from lockstep.observe.events import EventLog
-from lockstep.record import Record
+from lockstep.run import build as setup
+from lockstep.run.average import Averages
+from lockstep.run.record import Record
 from lockstep.signals import StopSignals
+from lockstep.step import train_step as step
 from lockstep.trainer import Trainer
 
 NUM_STEPS = 60
@@ -106,8 +108,8 @@ def save_in_mid_step() -> None:
 
 
 def rank_keyed_noise() -> None:
-    plain, rank = step.seed_torch, int(os.environ.get("RANK", "0"))
-    step.seed_torch = lambda device, *key: plain(device, *key, *([rank] if rank else []))
+    plain, rank = step.seed_everything, int(os.environ.get("RANK", "0"))
+    step.seed_everything = lambda device, *key: plain(device, *key, *([rank] if rank else []))
 
 
 def library_adds() -> None:
@@ -116,6 +118,7 @@ def library_adds() -> None:
     def exchange(leaves, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations
         own = exact.Bucket.of(bucket)
         leaves._buckets.append(own)
+        leaves.num_sent += 1
         total = own.buffer.clone() if leaves._last else torch.zeros_like(own.buffer)
         for _, value in leaves._tree.nodes:
             total += own.laid_out(dict(zip(map(id, leaves._trained), value, strict=True)))
@@ -161,14 +164,14 @@ def rate_by_the_clock() -> None:
 
 def noise_runs_on() -> None:
     """Seed at the first leaf of a rank only."""
-    plain, seen = step.seed_torch, set()
+    plain, seen = step.seed_everything, set()
 
     def seed(device: Any, *key: Any) -> None:
         if key[-2] not in seen:
             seen.add(key[-2])
             plain(device, *key)
 
-    step.seed_torch = seed
+    step.seed_everything = seed
 
 
 def order_of_the_process() -> None:

@@ -284,15 +284,15 @@ def keep_count(armed: Armed) -> None:
 
 
 def _rendezvous(armed: Armed) -> None:
-    from lockstep import runtime
+    from lockstep.dist import process_group, world
 
-    around(runtime, "_meet", after=lambda *_: armed.reach("rendezvous"))
+    around(process_group, "_open_store", after=lambda *_: armed.reach("rendezvous"))
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        around(runtime, "choose_device", lambda *_: armed.reach("rendezvous"))
+        around(world, "choose_device", lambda *_: armed.reach("rendezvous"))
 
 
 def _restore(armed: Armed) -> None:
-    from lockstep import setup
+    from lockstep.run import build as setup
 
     # Half of it is loaded by then; where nothing is to be restored, the model was just built.
     around(setup.Run, "_load_optimizer", lambda *_: armed.reach("restore"))
@@ -326,13 +326,13 @@ def _backward(armed: Armed) -> None:
 
 
 def _reduce_send(armed: Armed) -> None:
-    from lockstep.runtime import World
+    from lockstep.dist.world import World
 
     around(World, "exchange", lambda *_: armed.reach("reduce_send"))
 
 
 def _reduce_recv(armed: Armed) -> None:
-    from lockstep.runtime import World
+    from lockstep.dist.world import World
 
     around(World, "all_pieces", lambda *_: armed.reach("reduce_recv"))
 
@@ -376,7 +376,7 @@ def _log_flush(armed: Armed) -> None:
 
 
 def _shutdown(armed: Armed) -> None:
-    from lockstep.runtime import World
+    from lockstep.dist.world import World
     from lockstep.trainer import Trainer
 
     around(Trainer, "finish", lambda *_: armed.reach("shutdown"))

@@ -7,40 +7,66 @@ Two entrances, same parts: `fit(task, config)`, or a loop of your own around
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.callback import Callback
     from lockstep.checkpoint.store import CheckpointStore
     from lockstep.config import RunConfig
-    from lockstep.data.loader import Loader
+    from lockstep.data.loader import Loader, plan_for
+    from lockstep.dist.ddp import Averaging
+    from lockstep.dist.world import World
     from lockstep.errors import LockstepError
     from lockstep.observe.events import read_events
-    from lockstep.runtime import World
-    from lockstep.step import train_step
-    from lockstep.task import PartialLoss, Task
-    from lockstep.trainer import fit
+    from lockstep.plan import BatchConfig
+    from lockstep.run.build import prepare
+    from lockstep.signals import StopSignals
+    from lockstep.step.report import StepReport
+    from lockstep.step.train_step import train_step
+    from lockstep.task import Context, PartialLoss, Task
+    from lockstep.trainer import RunResult, Trainer, fit
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Averaging": "lockstep.dist.ddp",
+    "BatchConfig": "lockstep.plan",
+    "Callback": "lockstep.callback",
     "CheckpointStore": "lockstep.checkpoint.store",
+    "Context": "lockstep.task",
     "Loader": "lockstep.data.loader",
     "LockstepError": "lockstep.errors",
     "PartialLoss": "lockstep.task",
     "RunConfig": "lockstep.config",
+    "RunResult": "lockstep.trainer",
+    "StepReport": "lockstep.step.report",
+    "StopSignals": "lockstep.signals",
     "Task": "lockstep.task",
-    "World": "lockstep.runtime",
+    "Trainer": "lockstep.trainer",
+    "World": "lockstep.dist.world",
     "fit": "lockstep.trainer",
+    "plan_for": "lockstep.data.loader",
+    "prepare": "lockstep.run.build",
     "read_events": "lockstep.observe.events",
-    "train_step": "lockstep.step",
+    "train_step": "lockstep.step.train_step",
 }
 
 __all__ = [
+    "Averaging",
+    "BatchConfig",
+    "Callback",
     "CheckpointStore",
+    "Context",
     "Loader",
     "LockstepError",
     "PartialLoss",
     "RunConfig",
+    "RunResult",
+    "StepReport",
+    "StopSignals",
     "Task",
+    "Trainer",
     "World",
     "fit",
+    "plan_for",
+    "prepare",
     "read_events",
     "train_step",
 ]

@@ -7,16 +7,16 @@ that reads it; turning text into values and saying what is wrong with them (`par
 import functools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.data.loader import LoaderConfig
-from lockstep.detect import MAX_TIMEOUT_S
-from lockstep.errors import ConfigError, shown
+from lockstep.dist.ddp import GradientConfig
+from lockstep.dist.detect import MAX_TIMEOUT_S
+from lockstep.errors import ConfigError, own_exit_code, shown
 from lockstep.observe.sinks import SinkConfig
-from lockstep.parallel import GradientConfig
-from lockstep.parse import parse_model, parse_override, unknown_key
+from lockstep.parse import in_a_sentence, parse_model, parse_override, unknown_key
 from lockstep.plan import BatchConfig, RateConfig
 from lockstep.schedule import ScheduleConfig
 
@@ -113,7 +113,8 @@ class RunConfig(BaseModel):
     """Clip gradients whose norm over all parameters is larger; None clips nothing."""
     averages: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     sync_batch_norm: bool = False
-    """Let batch normalisation see the micro-batches of all ranks together."""
+    """Let batch normalisation see the micro-batches of all ranks together: the first of each rank,
+    then the second of each, where gradients are accumulated."""
     gradients: GradientConfig = Field(default_factory=GradientConfig)
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """`ddp`: every rank has the model. `fsdp`: ranks have some rows of every parameter each."""
@@ -140,6 +141,18 @@ class RunConfig(BaseModel):
     accept_changes: bool = False
     """Go on from a checkpoint although batch, rate or data have changed since."""
 
+    if not TYPE_CHECKING:  # where the fields are the arguments
+
+        @own_exit_code()
+        def __init__(self, **values: Any) -> None:
+            """Build a config from values or sections.
+
+            Raises:
+                ConfigError: naming each bad key, as `parse` does.
+            """
+            with in_a_sentence(type(self), values):
+                super().__init__(**values)
+
     @model_validator(mode="after")
     def _one_exactness(self) -> Self:
         self.gradients.raise_if_unfit(self.exact, self.parallel)
@@ -152,6 +165,7 @@ class RunConfig(BaseModel):
         return self
 
     @classmethod
+    @own_exit_code()
     def parse(cls, values: Mapping[str, Any]) -> Self:
         """Build a config from plain values.
 
@@ -160,6 +174,7 @@ class RunConfig(BaseModel):
         """
         return parse_model(cls, values)
 
+    @own_exit_code()
     def with_overrides(self, overrides: Sequence[str]) -> Self:
         """Return a copy with `section.key=value` texts applied, type-checked like the rest."""
         values = self.model_dump(mode="json")

@@ -8,6 +8,9 @@ LockstepError
 ├── NonFiniteError     the loss or the gradient stopped being a number
 ├── CheckpointError    a saved run cannot be read back, or does not belong to this one
 │   └── TakenOverError another run saves into this folder now
+├── NotSavedError      the run was interrupted, and steps will be repeated
+├── LeftEarlyError     the script called exit() inside a run
+├── OtherRankError     another rank raised an exception that is not one of these
 └── FolderInUseError   a live run already writes here
 """
 
@@ -15,15 +18,27 @@ import difflib
 import re
 import reprlib
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import PurePath
 from typing import Any
 
+from lockstep.torch_errors import is_peer_gone
+
 MAX_MESSAGE = 4000
 """Characters of a message; more of a value that somebody handed in helps nobody."""
 MAX_SHOWN = 80
+SPEAK_FIRST_S = 3.0
+"""How long a rank waits before it ends because of an error that another rank prints: launchers
+end all ranks when the first one has ended."""
+
+PEER_GONE_TEXT = (
+    "lockstep: rank {rank} lost its connection: another rank ended\n"
+    "  try: read the error of that rank above or in its log; LOCKSTEP_TRACEBACK=1 shows this one\n"
+)
+"""In place of a traceback that says no more, and would hide the one of the rank that failed."""
 
 _UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -40,6 +55,8 @@ class LockstepError(Exception):
     exit_code = 2
     is_shared = False
     """Whether every rank raises it, in the same words: then one of them need say it."""
+    is_before_update = False
+    """Whether a step raised it before it changed any weight."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         self.problem = printable(problem)
@@ -84,25 +101,90 @@ class TakenOverError(CheckpointError):
     """Another run has taken over the folder of checkpoints: this one may not save any more."""
 
 
+class NotSavedError(LockstepError):
+    """The run was stopped before it could save: steps since the last checkpoint are repeated."""
+
+    exit_code = 5
+
+
+class LeftEarlyError(LockstepError):
+    """The script called exit(), with no code or with 0, inside a run that had not finished."""
+
+    exit_code = 6
+
+
+class OtherRankError(LockstepError):
+    """Another rank raised an exception that is not a LockstepError, a bug in a task for example.
+
+    That rank raises the exception itself, with its traceback.
+    """
+
+    exit_code = 1
+
+
 class FolderInUseError(LockstepError):
     """A live run already writes here."""
 
 
+def say_errors_in_a_sentence() -> None:
+    """Have a script that lets an error of ours through say it without a traceback.
+
+    It ends with the error's exit code, where python would say 1. A rank that fails because another
+    has ended says so, in place of the traceback. Other exceptions go to whatever
+    `sys.excepthook` was before; so do ours if somebody has replaced python's own.
+    """
+    if getattr(sys.excepthook, "func", None) is not _end:
+        sys.excepthook = partial(_end, sys.excepthook)
+
+
 @contextmanager
 def own_exit_code() -> Iterator[None]:
-    """Have a script that lets an error of ours through end with its code, where python says 1."""
+    """Call `say_errors_in_a_sentence` if the block raises an error of ours."""
     try:
         yield
     except LockstepError:
-        if getattr(sys.excepthook, "func", None) is not _end:
-            sys.excepthook = partial(_end, sys.excepthook)
+        say_errors_in_a_sentence()
         raise
 
 
+def sentence(error: LockstepError) -> str:
+    r"""Return what is said of an error in place of a traceback: what is wrong, what to try, where.
+
+    >>> sentence(ConfigError("batch_size is 0", "pass batch_size=1"))
+    'lockstep: batch_size is 0\n  try: pass batch_size=1\n'
+    """
+    notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", []))
+    return f"lockstep: {error}\n{notes}"
+
+
 def _end(say: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    say(kind, error, trace)
-    if isinstance(error, LockstepError) and not hasattr(sys, "ps1"):  # or somebody is typing
+    runtime = sys.modules.get("lockstep.dist.environment")  # never imported: there are no ranks
+    shows_traceback = runtime is not None and runtime.shows_traceback()
+    is_typed = hasattr(sys, "ps1")  # somebody at a prompt wants to see where, and to go on
+    # torch puts a hook before python's that writes the rank before each line of a traceback.
+    is_plain = say is sys.__excepthook__ or say.__module__.startswith("torch.distributed")
+    is_brief = is_plain and not (is_typed or shows_traceback)
+    if isinstance(error, LockstepError) and is_brief:
+        _say_once(error, runtime.launched_rank() if runtime else 0)
+    elif is_peer_gone(error) and is_brief:
+        rank = runtime.launched_rank() if runtime else 0
+        sys.stderr.write(PEER_GONE_TEXT.format(rank=rank))
+        sys.stderr.flush()
+    else:
+        say(kind, error, trace)
+    hook: Any = sys.excepthook
+    is_outermost = getattr(hook, "func", None) is _end and hook.args == (say,)
+    if isinstance(error, LockstepError) and is_outermost and not is_typed:
         raise SystemExit(error.exit_code)
+
+
+def _say_once(error: LockstepError, rank: int) -> None:
+    """Print an error: what every rank raises, on the first rank alone."""
+    if rank:
+        time.sleep(SPEAK_FIRST_S)
+    if not rank or not error.is_shared:
+        sys.stderr.write(sentence(error))
+        sys.stderr.flush()
 
 
 def printable(text: str) -> str:

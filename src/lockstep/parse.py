@@ -4,7 +4,8 @@ Owns: how `section.key=value` is read, and how a bad key or value is named. Does
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -44,9 +45,24 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 def parse_model(kind: type[Model], values: Mapping[str, Any]) -> Model:
     """Validate `values` into `kind`, turning the first complaint into one clear sentence."""
+    if isinstance(values, Mapping):
+        for key in values:
+            if not isinstance(key, str):  # a constructor takes no such keyword
+                raise ConfigError(f"{shown(key)}: keys should be strings", f"change {shown(key)}")
+    with in_a_sentence(kind, values):
+        return kind.model_validate(values)
+
+
+@contextmanager
+def in_a_sentence(kind: type[BaseModel], values: Mapping[str, Any]) -> Iterator[None]:
+    """Turn the first complaint of the block about `values` into one clear sentence.
+
+    Raises:
+        ConfigError: in place of pydantic's error.
+    """
     _check_storable(values, ())
     try:
-        return kind.model_validate(values)
+        yield
     except ValidationError as invalid:
         errors = invalid.errors()
         first = errors[0]

@@ -128,12 +128,89 @@ class BatchPlan:
             return plan
         return replace(plan, cut_for_ranks=math.ceil(plan.global_batch / world_size))
 
+    def with_cut_of(self, other: "BatchPlan") -> Self:
+        """Return the plan with the micro-batches of `other`, if as many samples meet at a time.
+
+        That matters where samples of all ranks meet: 2 ranks x 4 samples are then 1 rank x 8.
+        """
+        mine, theirs = (
+            (self.total_batch, self.global_batch),
+            (other.total_batch, other.global_batch),
+        )
+        if mine != theirs:
+            return self
+        return replace(
+            self,
+            batch_size=other.batch_size,
+            leaves_per_step=other.leaves_per_step,
+            planned_for=self.began_on,
+            halvings=0,
+            cut_for_ranks=0,
+        )
+
     def halved_for_ranks(self) -> Self:
         """Return the plan with leaves halved for good until there is one for each rank."""
         plan = replace(self, cut_for_ranks=0)
         while plan.num_leaves < plan.world_size:
             plan = plan.halved()
         return plan
+
+
+@dataclass(frozen=True, slots=True)
+class CutChange:
+    """A step that is cut for other ranks than the checkpoint's: what a loss may notice of it."""
+
+    was: BatchPlan
+    now: BatchPlan
+
+    @property
+    def matters(self) -> bool:
+        """Say whether any samples meet now that did not meet before, or the other way round."""
+        was, now = self.was, self.now
+        return (was.leaf_size, was.total_batch) != (now.leaf_size, now.total_batch)
+
+    def raise_for_batch_norm(
+        self, before: int, now: int, instead: str = "", also: str = ""
+    ) -> None:
+        """Refuse batch normalisation over `now` samples at a time where it was `before`.
+
+        `instead` is another remedy than the old number of ranks; `also` is added at the end.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        if before != now:
+            raise ConfigError(
+                f"batch normalisation would see {now} samples at a time on "
+                f"{count_ranks(self.now.world_size)}; the checkpoint was trained with {before} on "
+                f"{count_ranks(self.was.world_size)}",
+                f"use {count_ranks(self.was.world_size)}, {instead}or pass "
+                f"accept_changes=true{also}",
+            )
+
+    def raise_for_gather(self) -> None:
+        """Refuse a loss that compares the samples of all ranks, where others would meet now.
+
+        Raises:
+            ConfigError: with the samples that met, and would meet.
+        """
+        was = self.was
+        if self.now.total_batch != was.total_batch:
+            raise ConfigError(
+                f"the loss compares the samples of all ranks: the checkpoint was trained with "
+                f"{was.total_batch} at a time ({was.leaf_size} x {was.world_size} ranks), this run "
+                f"would have {self.now.total_batch}",
+                f"use {count_ranks(was.world_size)}, or pass accept_changes=true",
+            )
+
+
+def count_ranks(num: int) -> str:
+    """Return a number of ranks in words.
+
+    >>> count_ranks(1), count_ranks(2)
+    ('1 rank', '2 ranks')
+    """
+    return "1 rank" if num == 1 else f"{num} ranks"
 
 
 def plan_batches(config: BatchConfig, num_samples: int, world_size: int) -> BatchPlan:

@@ -1,10 +1,12 @@
-"""Stop cleanly when asked: one signal asks, a second one insists.
+"""Stop cleanly when asked: one signal asks, a second one insists, SLURM's notices never do.
 
 Owns: the signals in `EXIT_CODES` while a run is under way. Does not own: what
 stopping means; the trainer asks for the `exit_code` between steps and between the batches of
 an evaluation, and lets all ranks agree. Nothing is saved and nothing is sent inside a handler.
 """
 
+import enum
+import math
 import os
 import signal
 import threading
@@ -12,6 +14,9 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
+
+from lockstep.dist.environment import inside_slurm_job
+from lockstep.errors import NotSavedError
 
 ECHO_S = 1.0
 """Signals this soon after the first are its echo: a terminal's Ctrl-C reaches every
@@ -28,9 +33,62 @@ EXIT_CODES = {
 
 A launcher passes these signals on to its ranks, and no others."""
 
-EXIT_NOT_SAVED = 5
+EXIT_NOT_SAVED = NotSavedError.exit_code
 """Exit code of a run that was stopped before it could save: the steps since the last checkpoint
 will be repeated."""
+
+
+SLURM_NOTICES = frozenset({signal.SIGTERM, signal.SIGUSR1})
+"""Signals that SLURM sends by itself, in any order: as `--signal` asks, at a preemption or requeue,
+for `scancel`, and at the time limit. Its SIGKILL comes when the time is over."""
+
+
+class Heard(enum.Enum):
+    """What a stop signal means, after those that came before it."""
+
+    FIRST = enum.auto()
+    NOTICE = enum.auto()
+    """The run is known to stop, and may use the time that is left."""
+    ECHO = enum.auto()
+    SECOND = enum.auto()
+    """Leave now."""
+
+
+class Hearing:
+    """Tells the second request to stop from echoes and from notices.
+
+    Inside a SLURM job, SIGTERM and SIGUSR1 are notices however often they come: with
+    `--signal=TERM@20`, SLURM's own SIGTERM follows at the time limit, when a save may need the
+    seconds that are left. There, two of the other signals make a run leave: Ctrl-C twice.
+    """
+
+    def __init__(self, inside_slurm_job: bool) -> None:
+        self.heard_at = -math.inf
+        """When the last one came that was no echo, on the monotonic clock."""
+        self._heard: signal.Signals | None = None
+        self._asked_by: signal.Signals | None = None
+        """The signal that the next one is compared with: the first, or the one after a warning."""
+        self._notices = SLURM_NOTICES if inside_slurm_job else frozenset()
+
+    def hear(self, number: signal.Signals) -> Heard:
+        """Say what a signal means."""
+        now = time.monotonic()
+        is_echo = now - self.heard_at <= ECHO_S
+        warned = self._asked_by in (*self._notices, signal.SIGUSR1) and number != self._asked_by
+        if self._asked_by is None:
+            meaning = Heard.FIRST
+            self._asked_by = number
+        elif number in self._notices:
+            meaning = Heard.ECHO if is_echo and number == self._heard else Heard.NOTICE
+        elif warned:
+            meaning = Heard.NOTICE
+            self._asked_by = number
+        else:
+            meaning = Heard.ECHO if is_echo else Heard.SECOND
+        if meaning is not Heard.ECHO:
+            self._heard = number
+            self.heard_at = now
+        return meaning
 
 
 class StopRequested(BaseException):
@@ -59,15 +117,14 @@ class StopSignals:
     """The exit code that the last run of this process deserves: 0, or that of what stopped it."""
 
     def __init__(self) -> None:
+
         self.requested: signal.Signals | None = None
         self.unsaved: Callable[[], str] = lambda: "the run had not reached its first step"
         """What leaving now would lose, in words; empty when everything is saved. Called from
         another thread."""
         self.is_quiet = False
         """Whether another rank says what is lost."""
-        self._asked_by: signal.Signals | None = None
-        """The signal that the next one is compared with: the first, or the one after a warning."""
-        self._requested_at = 0.0
+        self._hearing = Hearing(inside_slurm_job())
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -121,21 +178,16 @@ class StopSignals:
 
     def _receive(self, number: signal.Signals) -> None:
         """Remember a request to stop, or leave at once if it is the second."""
-        now = time.monotonic()
-        is_echo = now - self._requested_at <= ECHO_S
-        if self.requested is None:
-            self.requested = number
-        elif self._asked_by is signal.SIGUSR1 and number is not signal.SIGUSR1:
-            # SLURM warns with SIGUSR1 and sends SIGTERM at the time limit. The seconds between
-            # that and its SIGKILL may be just what a save under way still needs.
-            if not is_echo:
+        is_soon = time.monotonic() - self._hearing.heard_at <= ECHO_S
+        match self._hearing.hear(number):
+            case Heard.FIRST:
+                self.requested = number
+            case Heard.NOTICE if not is_soon:
+                # At the time limit, the seconds between SLURM's SIGTERM and its SIGKILL may be just
+                # what a save under way still needs.
                 self._say_unsaved(f"{number.name} came before the run could save; if killed now,")
-        elif is_echo:
-            return
-        else:
-            self._leave(number)
-        self._asked_by = number
-        self._requested_at = now
+            case Heard.SECOND:
+                self._leave(number)
 
     def _leave(self, number: signal.Signals) -> NoReturn:
         """End the process now; the exit code tells whether everything was saved."""

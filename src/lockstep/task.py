@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from lockstep.agreement import agree_to_continue
 from lockstep.data.order import Order
+from lockstep.dist.agreement import agree_to_continue
+from lockstep.dist.world import World
 from lockstep.errors import ConfigError
-from lockstep.meeting import Meeting
-from lockstep.plan import Contract
+from lockstep.exact.contrastive import Meeting
+from lockstep.plan import Contract, CutChange
 from lockstep.randomness import keyed_generator
-from lockstep.runtime import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,6 @@ class PartialLoss:
     loss_sum: Tensor
     weight: Tensor | float
     parts: Mapping[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)
-    mean: Tensor | None = None
-    """What `loss_sum` is `weight` times of, where a loss came as a mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,8 @@ class Context:
     exact: bool = False
     stop_code: Callable[[], int] | None = None
     """In `finish_evaluation`: the exit code of this rank's stop signal, or 0."""
+    changed_cut: CutChange | None = None
+    """In a custom loop that was resumed with other micro-batches: what they were and are."""
 
     def raise_if_stopping(self) -> None:
         """Leave a long `finish_evaluation` if any rank was asked to stop. Collective.
@@ -102,6 +102,8 @@ class Context:
         return sum(self.world.all_lengths(len(local) if self.counts else 0)[: self.world.rank])
 
     def _check_gather(self) -> None:
+        if self.training and self.changed_cut is not None:
+            self.changed_cut.raise_for_gather()
         if self.exact:
             raise ConfigError(
                 "the loss gathers, and its task does not say so beforehand, as exact mode needs",

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.detect import Launch
-from lockstep.runtime import World, leave_process
+from lockstep.dist.detect import Launch
+from lockstep.dist.environment import leave_process
+from lockstep.dist.world import World
 from lockstep.task import Context, PartialLoss, Task
 
 

@@ -6,47 +6,60 @@ decided from reduced values or by `World.all_max`, never by one rank.
 """
 
 import math
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 
-from lockstep import position
-from lockstep.agreement import (
+from lockstep.callback import Callback
+from lockstep.config import Cadence, RunConfig
+from lockstep.data.batch import StepBatch
+from lockstep.dist import position
+from lockstep.dist.agreement import (
     SAME_STATE,
+    agree_to_continue,
     check_alike,
+    is_shared,
     raise_together,
     state_difference,
     together,
+    voting_before_collectives,
 )
-from lockstep.config import Cadence, RunConfig
-from lockstep.data.loader import StepBatch
+from lockstep.dist.ddp import bare, sync_buffers
+from lockstep.dist.fsdp import gathered_whole, raise_if_out_of_reach
+from lockstep.dist.same_state import check_same_weights
+from lockstep.dist.training_buffers import TrainingBuffers
+from lockstep.dist.world import World
 from lockstep.errors import (
+    SPEAK_FIRST_S,
     CheckpointError,
     ConfigError,
     LockstepError,
+    OtherRankError,
     OutOfMemoryError,
     TrainedParametersError,
     own_exit_code,
 )
-from lockstep.evaluation import evaluate
-from lockstep.memory import halve
-from lockstep.non_finite import LeftOut, is_finite
-from lockstep.numerics import raise_if_not_deterministic
-from lockstep.parallel import bare, sync_buffers
-from lockstep.progress import StepReport
-from lockstep.record import Record
-from lockstep.runtime import World
-from lockstep.saver import Saver
+from lockstep.exact.determinism import raise_if_not_deterministic
+from lockstep.run.build import prepare
+from lockstep.run.early_exit import refuse_early_exit
+from lockstep.run.evaluation import can_agree, evaluate
+from lockstep.run.halving import halve
+from lockstep.run.record import Record
+from lockstep.run.run import Run
+from lockstep.run.saver import Saver
+from lockstep.run.skipped_steps import LeftOut, is_finite
 from lockstep.schedule import build_schedule
-from lockstep.setup import Run, prepare
-from lockstep.sharding import gathered_whole, raise_if_out_of_reach
 from lockstep.signals import EXIT_CODES, EXIT_NOT_SAVED, StopRequested, StopSignals
-from lockstep.step import train_step
+from lockstep.step.report import StepReport
+from lockstep.step.train_step import train_step
 from lockstep.task import Context, Task
+
+OTHERS_COME_S = 10.0
+"""How long a rank that met an error in a step waits for the others to meet one too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +70,11 @@ class RunResult:
     metrics: dict[str, float]
     folder: Path
     exit_code: int = 0
+    stop_reason: str = ""
+    """Why a callback stopped the run, if one did."""
 
 
-def fit(task: Task, config: RunConfig) -> RunResult:
+def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Train `task` as `config` says, on as many ranks as were launched.
 
     Goes on from the newest good checkpoint in `config.output_dir` if there is
@@ -73,10 +88,10 @@ def fit(task: Task, config: RunConfig) -> RunResult:
         world = World.enter(config.device, config.timeout_s)
         stack.push(world.stay)
         signals = stack.enter_context(StopSignals())
-        run = prepare(task, config, world, stack)
+        run = prepare(task, config, world, stack, callbacks)
         trainer = Trainer(run, signals, stack)
-        loader = run.loader
-        schedule = build_schedule(config.schedule, loader.plan.steps_per_epoch, loader.total_steps)
+        plan, total_steps = run.loader.plan, run.loader.total_steps
+        schedule = build_schedule(run.config.schedule, plan.steps_per_epoch, total_steps)
         for batch in trainer.steps():
             run.set_rate(schedule(batch.step))
             trainer.step(batch)
@@ -102,17 +117,28 @@ class Trainer:
     ) -> None:
         self.run = run
         self.signals = signals
+        # Before what closes the last save: how much is saved is known after it.
+        refuse_early_exit(stack, run.world, self._lost_by_leaving)
         self.record = Record(run, stack, also_say)
         self.events = self.record.events
         self.saver = Saver(run, self.record, stack)
         self.left_out = LeftOut(run, self.events)
-        self.metrics: dict[str, float] = {}
+        self.buffers = TrainingBuffers(bare(run.model), run.world)
+        resumed = run.resumed_from
+        self.metrics: dict[str, float] = dict(resumed.meta.get("metrics", {})) if resumed else {}
+        """What the last evaluation found."""
         self.report: StepReport | None = None
         self.stopped_by = 0
         """The exit code of the signal that ended the steps early."""
+        self.stop_reason = ""
+        """Why a callback ended the steps early."""
+        self._callback_error: Exception | None = None
+        """What a callback of this rank raised, until the ranks agree on it."""
+        self._announced_step = self.saver.saved_step
+        """The newest checkpoint that callbacks know of."""
         self.has_finished = False
         """Whether everything is saved and nothing is left to do."""
-        self.evaluated_step: int | None = None
+        self.evaluated_step = run.progress.step if self.metrics else None
         self._made_up_at: int | None = None
         """The step whose checkpoint says that an evaluation is owed, which has been made since."""
         signals.unsaved = self._unsaved
@@ -123,6 +149,7 @@ class Trainer:
         self._began = self._step_began = time.monotonic()
         position.own.reach(run.progress.step)
         stack.push(self._say_where)
+        stack.push(self._save_good_steps)
 
     def steps(self) -> Iterator[StepBatch]:
         """Yield the batches of the steps that are left; log, evaluate and save between them.
@@ -132,11 +159,14 @@ class Trainer:
 
         Raises:
             LockstepError: on all ranks, what one of them met; the good steps are saved first.
+            Exception: what the task raised in an evaluation, on the rank where it did; on the
+                others an OtherRankError. The steps are saved first, except with a sharded model.
         """
         run, progress = self.run, self.run.progress
         total_steps, throughput = run.loader.total_steps, self.record.throughput
+        self._call("on_run_start")
         if progress.owes_evaluation and run.held_out is not None:
-            is_best = self._evaluate()
+            is_best = self._evaluate_safely()
             if self.stopped_by:
                 return
             self._made_up_at = progress.step
@@ -145,13 +175,15 @@ class Trainer:
         upcoming = self._fetch(batches)
         while progress.step < total_steps:
             stop = self._agree(upcoming)
-            if stop:
+            if stop or self.stop_reason:
                 self.stopped_by = stop
                 return
             assert isinstance(upcoming, StepBatch)
             self._again = False
             self._step_began = time.monotonic()
             self.left_out.remember()
+            self._call("on_step_start", upcoming)
+            self.buffers.begin_step()
             yield upcoming
             if self._again:
                 batches = iter(run.loader)
@@ -226,12 +258,14 @@ class Trainer:
             except LockstepError as error:
                 refused = error
             if refused:
+                self._drop_step()
                 self._agree(refused)  # the steps before are saved, and then this is raised
             self.step(batch)
 
     def took(self, report: StepReport, batch: StepBatch) -> None:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
         run, before = self.run, self.run.progress.consumed
+        self.buffers.end_step()
         if self.report is None:
             if run.leaf_sum:
                 run.leaf_sum.raise_if_unused()
@@ -240,13 +274,15 @@ class Trainer:
             state = together(run.world, run.task.state)
             if difference := state_difference(state, run.world):
                 raise ConfigError(f"Task.state() differs between ranks: {difference}", SAME_STATE)
+            check_same_weights({"": bare(run.model)}, {"": run.optimizer}, run.world)
             if run.config.compile:
                 seconds = time.monotonic() - self._step_began
                 self.events.write("compiled", run.progress.step, local_seconds=seconds)
         self.report = report
         if run.broken is None and not is_finite(report, run):
             self.saver.settle()
-            self.left_out.add(batch.step, float(report.loss), float(report.grad_norm))
+            numbers = report.loss, report.grad_norm, report.weight
+            self.left_out.add(batch.step, *map(float, numbers))
             run.progress.take(None, batch)
         else:
             run.progress.take(report, batch)
@@ -254,6 +290,7 @@ class Trainer:
         self._num_new = run.progress.consumed - before
         position.own.reach(run.progress.step)
         self.record.enter(batch)
+        self._call("on_step_end", batch, report)
 
     def finish(self) -> RunResult:
         """Save what is not saved yet, and say how the run ended. Collective.
@@ -272,14 +309,40 @@ class Trainer:
             if self.stopped_by:
                 error.exit_code = EXIT_NOT_SAVED
             raise
+        self._announce_checkpoint()
         self.has_finished = True
+        if self.stop_reason:
+            self.events.write("stop", step, reason=self.stop_reason, exit_code=0)
         if self.stopped_by:
             name = {code: number.name for number, code in EXIT_CODES.items()}[self.stopped_by]
             self.events.write("stop", step, reason=name, exit_code=self.stopped_by)
         self.events.write("run_end", step, seconds=time.monotonic() - self._began)
         position.own.finish_run()
         StopSignals.left_with = self.stopped_by
-        return RunResult(step, self.metrics, Path(self.run.config.output_dir), self.stopped_by)
+        folder = Path(self.run.config.output_dir)
+        result = RunResult(step, self.metrics, folder, self.stopped_by, self.stop_reason)
+        self._call("on_run_end", result)
+        if self.run.callbacks:
+            agree_to_continue(self.run.world, self._callback_error)
+        return result
+
+    def _call(self, method: str, *args: object) -> None:
+        """Call a method of every callback; what one raises, the next `_agree` raises everywhere."""
+        if not self.run.callbacks:
+            return
+        try:
+            self.run.callbacks.call(method, self.run, *args)
+        except Exception as error:
+            self._callback_error = self._callback_error or error
+
+    def _announce_checkpoint(self) -> None:
+        """Tell callbacks of a checkpoint that is complete by now on every rank. Collective."""
+        if not self.run.callbacks or self.saver.saved_step in (None, self._announced_step):
+            return
+        self.saver.settle()
+        if self.saver.saved_step is not None:  # or it could not be saved
+            self._announced_step = self.saver.saved_step
+            self._call("on_checkpoint_saved", self.run.store.path(self._announced_step))
 
     def _once_in_a_while(self) -> None:
         """Log, close the epoch, evaluate, save: each when it is due. Collective."""
@@ -298,10 +361,7 @@ class Trainer:
                 if closes:
                     self.record.close_epoch()
                 if looks:
-                    try:
-                        is_best = self._evaluate()
-                    except LockstepError as error:
-                        self._agree(error)  # what was trained is saved, and then this is raised
+                    is_best = self._evaluate_safely()
                 if (saves or is_best) and not self.stopped_by:  # else `finish` saves
                     self._agree(None)  # on the trained parameters, which a checkpoint names
                     self._save(is_best)
@@ -312,15 +372,32 @@ class Trainer:
                 return next(batches, None)
             except LockstepError as error:
                 return error
+            except KeyboardInterrupt:  # between two steps, so that the run can save
+                self.signals.requested = self.signals.requested or signal.SIGINT
+                return None
 
     def _agree(self, upcoming: object) -> int:
         """Return the exit code to stop with, or 0; raise on all ranks what one of them met."""
-        problem = upcoming if isinstance(upcoming, LockstepError) else None
-        world = self.run.world
-        votes = (problem is not None, self.run.trained.have_changed, *self.saver.votes)
-        stop, failed, changed, lost, busy = world.all_max(self.signals.exit_code, *map(int, votes))
+        problem = upcoming if isinstance(upcoming, Exception) else self._callback_error
+        run, world = self.run, self.run.world
+        votes = (
+            self.signals.exit_code,
+            problem is not None,
+            run.trained.have_changed,
+            self.buffers.has_news,
+            bool(run.stop_reason),
+            *self.saver.votes,
+        )
+        stop, failed, changed, new_buffers, ends, lost, busy = world.all_max(*map(int, votes))
+        if new_buffers:
+            self.buffers.agree()
+        self.buffers.synchronise()
         self.saver.is_by_the_way = bool(failed)
         self.saver.heed(lost, busy)
+        if not busy:
+            self._announce_checkpoint()
+        if ends:  # one rank's reason stands for all
+            self.stop_reason = next(text for text in world.all_texts(run.stop_reason) if text)
         if changed and not failed:
             try:
                 self._follow_trained()
@@ -331,6 +408,8 @@ class Trainer:
             if self.saver.saved_step != self.run.progress.step:
                 self._save()  # the steps that were good are not lost
             self.saver.settle()
+            if isinstance(problem, OtherRankError):
+                time.sleep(SPEAK_FIRST_S)  # only the other rank has the traceback
             raise_together(world, problem)
         return stop
 
@@ -344,6 +423,18 @@ class Trainer:
         epochs = Fraction(progress.consumed, per_epoch) if when.every_epochs else None
         return when.is_due(progress.step, epochs, Fraction(self._num_new, per_epoch))
 
+    def _evaluate_safely(self) -> bool:
+        """Evaluate; if that fails, save what was trained before the error is raised. Collective.
+
+        The checkpoint says that the evaluation is owed: a resume begins with it.
+        """
+        try:
+            return self._evaluate()
+        except Exception as error:
+            if isinstance(error, LockstepError) or is_shared(error):
+                self._agree(error)
+            raise
+
     def _evaluate(self) -> bool:
         """Evaluate the weights and their first average; say if they are the best. Collective.
 
@@ -353,8 +444,11 @@ class Trainer:
         self.run.progress.owes_evaluation = True
         try:
             metrics = self._measure()
-        except StopRequested as request:
-            self.stopped_by = request.exit_code
+        except (StopRequested, KeyboardInterrupt) as request:
+            if isinstance(request, KeyboardInterrupt) and self.run.world.size > 1:
+                raise  # the other ranks know nothing of it, and wait
+            interrupted = EXIT_CODES[signal.SIGINT]
+            self.stopped_by = getattr(request, "exit_code", interrupted)
             self.events.write("evaluation_interrupted", self.run.progress.step)
             return False
         run, step = self.run, self.run.progress.step
@@ -362,8 +456,9 @@ class Trainer:
         self.evaluated_step = step
         # The first rank's metrics decide: a task may bring numbers that others have not alike.
         asked = run.config.evaluation.save_best and run.world.is_first
-        is_best = together(run.world, lambda: asked and self._is_best())
+        is_best = together(run.world, lambda: asked and self._is_best(), every_exception=True)
         run.progress.owes_evaluation = False
+        self._call("on_evaluation_end", metrics)
         return bool(run.world.all_max(int(is_best))[0])
 
     def _measure(self) -> dict[str, float]:
@@ -399,16 +494,21 @@ class Trainer:
             context = Context(run.world, config.seed, step, 0, training=False, stop_code=stop_code)
             if not is_idle:
                 context.raise_if_stopping()
+            agrees = can_agree(model, run.world)
+
+            def ask() -> dict[str, float]:
+                with voting_before_collectives(run.world) if agrees else nullcontext():
+                    made = run.task.finish_evaluation(model, context, config.output_dir)
+                numbers: dict[str, float] = {}
+                for name, value in made.items():
+                    if isinstance(value, Path):
+                        self.events.write("picture", step, name=name, path=str(value))
+                    else:
+                        numbers[name] = value
+                return numbers
+
             with run.autocast or nullcontext(), gathered_whole(model, unless=is_alike):
-                ask = partial(run.task.finish_evaluation, model, context, config.output_dir)
-                made = together(run.world, ask)
-            numbers: dict[str, float] = {}
-            for name, value in made.items():
-                if isinstance(value, Path):
-                    self.events.write("picture", step, name=name, path=str(value))
-                else:
-                    numbers[name] = value
-            return numbers
+                return together(run.world, ask, every_exception=agrees)
 
         metrics = measure()
         if config.averages:
@@ -423,6 +523,7 @@ class Trainer:
 
     def _save(self, is_best: bool = False) -> None:
         """Save the run as it stands, with what an evaluation of this step found. Collective."""
+        self._announce_checkpoint()
         self._check_finite()
         measured = self.evaluated_step == self.run.progress.step
         replace = self._made_up_at == self.run.progress.step
@@ -459,6 +560,41 @@ class Trainer:
         if saved is None:
             return f"there is no checkpoint yet, and the run, at step {step}, will start over"
         return f"the steps since checkpoint step {saved} will be repeated (the run was at {step})"
+
+    def _lost_by_leaving(self) -> str:
+        """Say the same of a run that is being left; only the first rank knows every checkpoint."""
+        lost = self.signals.unsaved()
+        if not lost or self.run.world.is_first:
+            return lost
+        step = self.run.progress.step
+        return f"the steps since the newest checkpoint will be repeated (the run was at {step})"
+
+    def _save_good_steps(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Save what was trained before a step that failed and has not changed a weight.
+
+        The loop may be the user's, and such an error leaves it without passing through `steps`.
+        Collective if all ranks met an error; a rank that met one alone does not save.
+        """
+        step = self.run.progress.step
+        if not isinstance(error, LockstepError) or not error.is_before_update:
+            return
+        if self.report is None or self.saver.saved_step == step:
+            return
+        place = f"failed after step {step} of run {position.own.num_runs}"
+        if is_shared(error) or self.run.world.all_come(place, OTHERS_COME_S):
+            self._drop_step()
+            self.saver.is_by_the_way = True
+            try:
+                self._save()
+                self.saver.settle()
+            except LockstepError as lost:  # it must not hide why the run ends
+                self.events.write("warning", step, message=f"NOT SAVED: {lost.problem}")
+
+    def _drop_step(self) -> None:
+        """Take back what the forward passes of a failed step did to running statistics."""
+        self.left_out.drop_step()
+        if self.run.leaf_sum:
+            self.run.leaf_sum.drop_step()
 
     def _say_where(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Note on whatever ends the run which rank met it, and when."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.config import RunConfig
-from lockstep.errors import ConfigError, LockstepError, closest, plain, shown
+from lockstep.dist.environment import launched_rank, leave_process
+from lockstep.errors import SPEAK_FIRST_S, ConfigError, LockstepError, closest, plain, shown
 from lockstep.parse import Model, parse_model
-from lockstep.runtime import launched_rank, leave_process
 from lockstep.task import Task
 from lockstep.text_input import whole_number
 from lockstep.trainer import RunResult, fit
@@ -30,10 +30,6 @@ is saved); 3 the loss is no longer a number; 130, 143, 138, 129, 131 stopped and
 Ctrl-C, SIGTERM, SIGUSR1, SIGHUP, SIGQUIT; 5 stopped, not saved"""
 
 REHEARSAL_STEPS = 4
-
-SPEAK_FIRST_S = 3.0
-"""What all ranks share, the first says, and its launcher then ends the others; what only another
-rank meets (no GPU for it, say), that one says, should it live so long."""
 
 
 class Flags(argparse.ArgumentParser):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from chaos.drive import Launcher, Story
 from chaos.mutants import MUTANTS, NUM_STEPS
+from chaos.points import PLACES, Armed
 from chaos.schedule import Fault, Leg
 
 from chaos import drive, oracles, schedule
@@ -68,6 +69,26 @@ def test_a_broken_product_is_seen(
     story = drive.run(tmp_path / "run", BROKEN, NUM_STEPS, launcher, mutant, limit_s=100)
     seen = broken(story, golden)
     assert MUTANTS[mutant].seen_by in seen, seen
+
+
+def plant(mutant: str) -> None:
+    MUTANTS[mutant].plant()
+
+
+def test_every_mutant_can_be_planted() -> None:
+    for mutant in MUTANTS:
+        run_ranks(1, plant, mutant)
+
+
+def arm(folder: Path, point: str) -> None:
+    leg = Leg(1, (Fault("kill", point, 0, 1),))
+    PLACES[point](Armed(folder, 0, leg))
+
+
+def test_every_point_of_a_run_can_be_armed(tmp_path: Path) -> None:
+    (tmp_path / "chaos").mkdir()
+    for point in PLACES:
+        run_ranks(1, arm, tmp_path, point)
 
 
 def test_a_schedule_is_drawn_from_its_seed_and_written_down(tmp_path: Path) -> None:

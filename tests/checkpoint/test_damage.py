@@ -19,7 +19,7 @@ from lockstep.checkpoint import CheckpointStore
 from lockstep.checkpoint import layout as layout_module
 from lockstep.checkpoint.layout import _seal
 from lockstep.errors import CheckpointError
-from lockstep.resuming import choose_checkpoint
+from lockstep.run.resume import choose_checkpoint
 
 torch.set_num_threads(1)
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors"]

@@ -16,10 +16,10 @@ import pytest
 import torch
 from hostile_manifests import LIMIT_BYTES, LIMIT_S, Source, attempt, resumed, sealed, train
 
-import lockstep.resuming
+import lockstep.run.resume
 from lockstep.checkpoint import CheckpointStore
 from lockstep.errors import CheckpointError
-from lockstep.saved_run import check_saved_run
+from lockstep.run.saved_run import check_saved_run
 
 torch.set_num_threads(1)
 COUNT = 60
@@ -46,7 +46,7 @@ def test_no_change_ends_in_a_traceback(runs: list[Source], tmp_path: Path) -> No
 def test_without_the_checks_there_would_be_tracebacks(
     runs: list[Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lockstep.resuming, "check_saved_run", lambda checkpoint: None)
+    monkeypatch.setattr(lockstep.run.resume, "check_saved_run", lambda checkpoint: None)
     outcomes = (attempt(runs[0], number, 1, tmp_path)[1].kind for number in range(COUNT))
     assert any(kind == "TRACEBACK" for kind in outcomes)
 

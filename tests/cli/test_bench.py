@@ -35,10 +35,10 @@ import time
 import torch
 from torch import nn
 
-from lockstep import PartialLoss, RunConfig, Task, fit, parallel
+from lockstep import Averaging, PartialLoss, RunConfig, Task, fit
 
 LAYERS, READ_S, EXCHANGE_S = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
-exchange = parallel.Averaging.exchange
+exchange = Averaging.exchange
 
 
 def slow(self, bucket):
@@ -71,7 +71,7 @@ class Deep(Task):
         return PartialLoss(model(batch).square().sum(), len(batch))
 
 
-parallel.Averaging.exchange = slow
+Averaging.exchange = slow
 small = {"epochs": 1, "batch": {"batch_size": 4}, "gradients": {"bucket_mb": 1}}
 sys.exit(fit(Deep(), RunConfig.parse(small)).exit_code)
 """

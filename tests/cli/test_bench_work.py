@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from lockstep import Loader, PartialLoss, train_step
-from lockstep.average import Averages
 from lockstep.bench import limits
 from lockstep.bench.kernels import TRACE_STEPS, Trace, kind_of
 from lockstep.bench.limits import COPY_BYTES, copy_limit, fastest, matmul_limit, update_bytes
@@ -27,6 +26,7 @@ from lockstep.bench.play import Measured
 from lockstep.bench.report import step_lines
 from lockstep.bench.work import Work
 from lockstep.plan import BatchConfig, plan_batches
+from lockstep.run.average import Averages
 from lockstep.task import Context
 from lockstep.testing import FakeWorld
 

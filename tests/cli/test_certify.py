@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import setup, step, trainer
+from lockstep import trainer
 from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
 from lockstep.certify.compare import compare, read_lives, relative
 from lockstep.certify.part import KILLED, Actor, Part
@@ -27,6 +27,8 @@ from lockstep.certify.trace import hash_of
 from lockstep.certify.verdict import TRY, Finding, find_cause
 from lockstep.cli.certify import certify, lines_of
 from lockstep.errors import ConfigError, LaunchError
+from lockstep.run import build as setup
+from lockstep.step import train_step as step
 from lockstep.testing import run_ranks
 
 BIN = Path(sys.executable).parent
@@ -139,7 +141,6 @@ ON_OTHER_RANKS = {
     "Normed": ("BatchNorm", "step 1: 1.num_batches_tracked, 1.running_mean, 1.running_var"),
     "RateByWorld": ("learning rate", "step 1: learning rate 0.08 instead of 0.04"),
     "DecayByWorld": ("optimizer", "step 2, micro-batch 0: weights that rounding does not explain"),
-    "OneRanksWeight": ("ranks apart", "step 2: rank 1 has another 0.weight than rank 0"),
     "DetachedGather": ("gradient reduction", "step 1: the same losses, and a gradient of norm "),
 }
 
@@ -176,6 +177,11 @@ def test_a_defect_on_other_ranks_is_called_by_its_name(defect: str, tmp_path: Pa
     assert said in finding.says
     assert played[-1] == "again", "it was made sure that the first run repeats"
     check_docs(defect, finding)
+
+
+def test_ranks_that_grow_apart_are_refused_by_the_run_itself(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ranks have grown apart: parameter 0.weight"):
+        prove_parity("OneRanksWeight", tmp_path)
 
 
 def test_a_count_of_calls_differs_with_the_number_of_ranks(tmp_path: Path) -> None:
@@ -335,6 +341,9 @@ def test_where_samples_of_ranks_meet_the_same_ones_do(task: str, tmp_path: Path)
     (life,) = read_lives(tmp_path / "1 rank" / "trace")
     (other,) = read_lives(tmp_path / "2 ranks" / "trace")
     assert [len(run.steps[1][0]["leaves"][0]["ids"]) for run in (life, other)] == [8, 4]
+    said = "batch_size: 8 on 1 rank, 4 on 2 ranks; samples of all ranks meet"
+    assert any(line.startswith(said) for line in lines_of(certificate, None))
+    assert certificate.to_json()["batch_size"] == {"1": 8, "2": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +407,7 @@ def test_the_ranks_of_a_command_are_started_and_compared(
     assert said["finding"]["place"] == 0
     assert "(x 0.5)" in said["finding"]["says"]
     assert said["verdicts"]["2 ranks"]["model outputs"] == "same bits"
+    assert said["batch_size"] == {"1": 4, "2": 4}
     assert (Path(said["folder"]) / "2_ranks" / "output_1.txt").exists(), "kept, to look at"
 
 

@@ -98,6 +98,28 @@ MISTAKES = {
         ["run", "jit", "--batch_sise", "3"],
         "try: did you mean --batch_size?",
     ),
+    "a flag before the script, misspelt": (
+        ["launch", "--gpu", "2", "train.py"],
+        "lockstep: launch has no option --gpu\n  try: did you mean --gpus?",
+    ),
+    "the same with its value": (["launch", "--gpu=2", "train.py"], "try: did you mean --gpus?"),
+    "the same with one dash": (["launch", "-gpus", "2", "a.py"], "try: did you mean --gpus?"),
+    "a flag before the script of a job": (
+        ["submit", "--no-folow", "train.py"],
+        "submit has no option --no-folow\n  try: did you mean --no-follow?",
+    ),
+    "a flag that is near none": (
+        ["launch", "--zzz", "train.py"],
+        "launch has no option --zzz\n  try: run lockstep launch --help for its options",
+    ),
+    "a flag before a command": (
+        ["certify", "resume", "--step", "3", "--", "python", "train.py"],
+        "certify resume has no option --step\n  try: did you mean --steps?",
+    ),
+    "a flag before a job to examine": (
+        ["doctor", "--second", "3", "--", "python", "train.py"],
+        "doctor has no option --second\n  try: did you mean --seconds?",
+    ),
     "a value that does not fit": (["run", "jit", "--batch_size", "many"], "--batch_size"),
     "an unknown recipe": (
         ["run", "nosuch"],

@@ -15,8 +15,8 @@ from torch import nn
 
 from lockstep import PartialLoss, RunConfig, World, fit, train_step
 from lockstep.data.order import Shuffled
-from lockstep.parallel import bare
-from lockstep.setup import prepare
+from lockstep.dist.ddp import bare
+from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
 from lockstep.testing import TinyTask
 from lockstep.trainer import Trainer

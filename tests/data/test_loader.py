@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep import Loader
+from lockstep.data.batch import StepBatch
 from lockstep.data.held_out import read_held_out
-from lockstep.data.loader import LoaderConfig, StepBatch
+from lockstep.data.loader import LoaderConfig
 from lockstep.data.order import Ids, Sequential, Shuffled, consumed_after
 from lockstep.errors import ConfigError, DataError
 from lockstep.plan import BatchConfig, plan_batches
@@ -440,3 +441,52 @@ def test_a_data_set_that_begins_to_draw_is_seeded_for_every_sample_of_that_leaf(
 
     assert noise(4) == noise(2) == noise(12)
     assert len(set(noise(4).values())) == 7
+
+
+# --- Data that changed since the checkpoint -----------------------------------------------------
+
+
+class Printed(list[int]):
+    """Numbers with a print of their own."""
+
+    def fingerprint(self) -> list[str]:
+        return [str(number) for number in self]
+
+
+def state_after_two_steps(data: Any) -> dict[str, Any]:
+    loader = Loader(data, FakeWorld(), batch_size=2, epochs=1)
+    assert len(list(islice(loader, 2))) == 2
+    return loader.state_dict()
+
+
+def resumed(data: Any, state: dict[str, Any], accept_changes: bool = False) -> Loader:
+    world, kind = FakeWorld(), {"batch_size": 2, "epochs": 1}
+    loader = Loader(data, world, accept_changes=accept_changes, **kind)  # type: ignore[arg-type]
+    loader.load_state_dict(state)
+    return loader
+
+
+@pytest.mark.parametrize("kind", [list, Printed])
+def test_data_that_changed_since_the_checkpoint_are_refused(kind: type[list[int]]) -> None:
+    state = state_after_two_steps(kind(range(8)))
+    assert len(list(resumed(kind(range(8)), state))) == 2
+    other = kind([*range(7), 70])
+    with pytest.raises(
+        ConfigError, match="the training data changed since the checkpoint"
+    ) as caught:
+        list(resumed(other, state))
+    assert "pass Loader(accept_changes=True)" in caught.value.remedy
+
+
+def test_changed_data_may_be_accepted_and_are_those_of_the_next_checkpoint() -> None:
+    state = state_after_two_steps(list(range(8)))
+    other = [*range(7), 70]
+    accepting = resumed(other, state, accept_changes=True)
+    assert len(list(islice(accepting, 1))) == 1
+    assert len(list(resumed(other, accepting.state_dict()))) == 1
+
+
+def test_a_state_of_an_earlier_version_says_nothing_of_the_data() -> None:
+    state = state_after_two_steps(list(range(8)))
+    del state["data"]
+    assert len(list(resumed([*range(7), 70], state))) == 2

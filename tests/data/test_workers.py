@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from lockstep.data import workers
+from lockstep.data.batch import MicroBatch
 from lockstep.data.held_out import read_held_out
 from lockstep.data.loader import LoaderConfig
-from lockstep.data.reader import MicroBatch
 from lockstep.errors import DataError
 from lockstep.testing import FakeWorld
 

@@ -1,15 +1,25 @@
-"""Buffers of a model in a custom loop: after every step, every rank has the first rank's."""
+"""Buffers of a model: what training or an evaluation reads is the first rank's on every rank."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lockstep import CheckpointStore, Loader, World, train_step
-from lockstep.parallel import bare
-from lockstep.testing import TinyTask, run_ranks
+from lockstep import (
+    CheckpointStore,
+    Context,
+    Loader,
+    PartialLoss,
+    RunConfig,
+    World,
+    fit,
+    train_step,
+)
+from lockstep.dist.ddp import bare
+from lockstep.dist.training_buffers import TrainingBuffers
+from lockstep.testing import FakeWorld, TinyTask, run_ranks
 
 PROBE = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
 
@@ -89,6 +99,10 @@ class Odd(nn.Module):
         self.register_buffer("count", torch.tensor(rank))
         self.register_buffer("none", torch.zeros(0, 4))
         self.register_buffer("expanded", torch.zeros(1).expand(5))
+        grid = torch.arange(48.0).view(2, 3, 2, 4) + rank
+        self.register_buffer("transposed", grid.transpose(0, 3))
+        self.register_buffer("channels_last", grid.to(memory_format=torch.channels_last))
+        self.register_buffer("every_second", (torch.arange(10) + rank)[::2])
 
 
 def odd_buffers() -> list[Any]:
@@ -104,3 +118,114 @@ def odd_buffers() -> list[Any]:
 def test_buffers_of_every_kind_become_the_first_ranks(num_ranks: int) -> None:
     expected = [(str(buffer.dtype), buffer.tolist()) for buffer in Odd(0).buffers()]
     assert run_ranks(num_ranks, odd_buffers) == [expected] * num_ranks
+
+
+# --- Buffers that training reads, in fit --------------------------------------------------------
+
+
+class Centred(nn.Module):
+    """Subtracts a running centre of its own batches, written in place or assigned."""
+
+    def __init__(self, assigns: bool, from_call: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("centre", torch.zeros(3))
+        self.register_buffer("constant", torch.ones(3))
+        self.assigns = assigns
+        self.from_call = from_call
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(self.inner(x)) * self.constant
+        self.num_calls += self.training
+        if self.training and self.num_calls >= self.from_call:
+            moved = 0.5 * self.centre + 0.5 * out.detach().mean(dim=0)
+            if self.assigns:
+                self.centre = moved
+            else:
+                self.centre.copy_(moved)
+        return out - self.centre
+
+
+class CentredTask(TinyTask):
+    def __init__(self, assigns: bool, from_call: int = 1) -> None:
+        super().__init__()
+        self.assigns = assigns
+        self.from_call = from_call
+
+    def build_model(self) -> nn.Module:
+        self.model = Centred(self.assigns, self.from_call).double()
+        return self.model
+
+
+def fit_centred(folder: Path, task: CentredTask, max_steps: int, every_steps: int) -> Any:
+    config = {
+        "output_dir": str(folder),
+        "max_steps": max_steps,
+        "batch": {"batch_size": 2},
+        "evaluation": {"save_best": False, "every_steps": 100},
+        "checkpoint": {"every_steps": every_steps},
+        "sinks": {"curves": False},
+        "device": "cpu",
+        "timeout_s": 60,
+    }
+    fit(task, RunConfig.parse(config))
+    state = task.model.state_dict()
+    return {n: v.tolist() for n, v in state.items() if not n.startswith("norm.running")}
+
+
+def fitted(
+    folder: Path, assigns: bool, max_steps: int = 6, every_steps: int = 100, from_call: int = 1
+) -> Any:
+    task = CentredTask(assigns, from_call)
+    first, second = run_ranks(2, fit_centred, folder, task, max_steps, every_steps)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+def test_when_one_saves_or_stops_does_not_change_a_buffer_that_training_reads(
+    assigns: bool, tmp_path: Path
+) -> None:
+    straight = fitted(tmp_path / "straight", assigns)
+    assert fitted(tmp_path / "saving", assigns, every_steps=1) == straight
+    fitted(tmp_path / "resumed", assigns, max_steps=3)
+    assert fitted(tmp_path / "resumed", assigns) == straight
+
+
+def test_a_buffer_that_changes_later_is_synchronised_from_then_on(tmp_path: Path) -> None:
+    straight = fitted(tmp_path / "straight", False, from_call=4)
+    assert fitted(tmp_path / "saving", False, every_steps=1, from_call=4) == straight
+
+
+def test_running_statistics_and_constants_are_not_synchronised_at_every_step() -> None:
+    model = Centred(assigns=False, from_call=2)
+    buffers = TrainingBuffers(model, FakeWorld(size=2))
+    for news in (False, True):
+        buffers.begin_step()
+        model(torch.randn(4, 5))
+        buffers.end_step()
+        assert buffers.has_news is news
+
+
+class Cached(CentredTask):
+    """Keeps a cache as long as the longest input so far, which differs between ranks."""
+
+    def eval_data(self) -> Any:
+        return None
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("cache", torch.zeros(1, dtype=torch.float64))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
+        length = 2 + context.world.rank + context.step
+        bare(model).register_buffer("cache", torch.ones(length, dtype=torch.float64))
+        return super().loss(model, batch, context)
+
+
+def test_a_buffer_of_another_shape_on_each_rank_stays_its_own(tmp_path: Path) -> None:
+    first, second = run_ranks(2, fit_centred, tmp_path, Cached(assigns=False), 3, 99)
+    assert [len(first["cache"]), len(second["cache"])] == [4, 5]

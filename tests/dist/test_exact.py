@@ -18,8 +18,9 @@ from torch.nn import functional
 from lockstep import RunConfig, Task, fit
 from lockstep.data.order import share
 from lockstep.errors import ConfigError
-from lockstep.exact import LeafSum, TreeSum, cover
-from lockstep.numerics import raise_if_not_deterministic
+from lockstep.exact.reducer import LeafSum
+from lockstep.exact.tree import TreeSum, cover
+from lockstep.exact.determinism import raise_if_not_deterministic
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import FakeWorld, run_ranks
 

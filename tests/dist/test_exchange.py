@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lockstep import RunConfig, World, fit, read_events
 from lockstep.errors import ConfigError
-from lockstep.parallel import Averaging
-from lockstep.setup import prepare
+from lockstep.dist.ddp import Averaging
+from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
 from lockstep.testing import TinyTask, run_ranks
 from lockstep.trainer import Trainer

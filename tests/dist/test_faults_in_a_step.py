@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep import RunConfig, fit, read_events
+from lockstep import Loader, RunConfig, World, fit, read_events, train_step
 from lockstep.checkpoint import CheckpointStore
 from lockstep.errors import ConfigError, NonFiniteError, OutOfMemoryError
-from lockstep.parallel import bare
+from lockstep.dist.ddp import bare
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask, run_ranks
 
@@ -191,6 +191,30 @@ def test_parts_that_differ_between_ranks_are_refused(
 
     said = f"different parts of the loss in one step: ct and {', '.join(others)}"
     assert all(said in problem for problem in run_ranks(2, refused))
+
+
+def step_with_other_parts(others: tuple[str, ...]) -> tuple[str, bool]:
+    task = Kinds(*others)
+    with World.enter("cpu", timeout_s=20) as world:
+        model = world.replicate(task.build_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = Loader(task.train_data(), world, batch_size=4, epochs=2)
+        problem = "trained"
+        before: list[Tensor] = []
+        try:
+            for batch in loader:
+                before = [p.detach().clone() for p in model.parameters()]
+                train_step(task.loss, model, optimizer, batch, world)
+        except ConfigError as error:
+            problem = error.problem
+        return problem, all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("others", [("mri",), ("ct", "mri")])
+def test_a_custom_loop_refuses_parts_that_differ_between_ranks(others: tuple[str, ...]) -> None:
+    """The same number of them would be added up by place, another number ends in C++."""
+    said = f"ranks have different parts of the loss in one step: ct and {', '.join(others)}"
+    assert run_ranks(2, step_with_other_parts, others) == [(said, True)] * 2
 
 
 class Elusive(TinyTask):
@@ -400,6 +424,50 @@ def test_a_scaler_does_not_hide_a_loss_that_is_no_number(tmp_path: Path) -> None
         fit(Half(), config_for(tmp_path, precision="fp16"))
 
 
+class Negative(Half):
+    """One sample has a negative weight, larger than all others of its step together."""
+
+    poison = 0.0
+    own_totals = False
+
+    def train_data(self) -> list[dict[str, Tensor]]:
+        data = super().train_data()
+        data[17]["units"] = torch.tensor(-100.0, dtype=torch.float64)
+        return data
+
+    def weights(self, batch: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
+        return {"units": batch["units"].sum()} if self.own_totals else {}
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        if not self.own_totals:
+            return made
+        return PartialLoss(made.loss_sum / context.weights["units"], 1.0)
+
+
+class NegativeTotal(Negative):
+    own_totals = True
+
+
+@pytest.mark.parametrize("more", [{}, {"precision": "fp16"}, {"exact": True}])
+@pytest.mark.parametrize("task", [Negative, NegativeTotal])
+def test_a_negative_total_weight_moves_nothing_and_is_named(
+    task: type[Negative], more: dict[str, Any], tmp_path: Path
+) -> None:
+    def refused() -> str:
+        with pytest.raises(NonFiniteError, match="the total weight of the loss is -") as met:
+            fit(task(), config_for(tmp_path, **more))
+        assert met.value.remedy.startswith("return a weight of 0 or more")
+        return met.value.problem
+
+    first, second = run_ranks(2, refused)
+    assert first == second
+    skipped = fit(task(), config_for(tmp_path, resume="discard", on_non_finite="skip", **more))
+    assert skipped.step == 10
+    assert weights_of(tmp_path).isfinite().all()
+    assert "total weight of the loss is -" in events_of(tmp_path, "non_finite")[0]["message"]
+
+
 def test_too_many_bad_steps_are_no_accident(tmp_path: Path) -> None:
     task = Poisoned()
     task.train_data = lambda: [  # type: ignore[method-assign]
@@ -407,3 +475,61 @@ def test_too_many_bad_steps_are_no_accident(tmp_path: Path) -> None:
     ]
     with pytest.raises(NonFiniteError, match="11 such steps by now"):
         fit(task, config_for(tmp_path, on_non_finite="skip", max_steps=20))
+
+
+class Words(nn.Module):
+    """Looks rows of a table up, with a layer or by a function."""
+
+    def __init__(self, is_layer: bool) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(10, 4, sparse=is_layer)
+        self.is_layer = is_layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_layer:
+            return self.rows(x)  # type: ignore[no-any-return]
+        return nn.functional.embedding(x, self.rows.weight, sparse=True)
+
+
+def train_words(is_layer: bool) -> str:
+    with World.enter("cpu", timeout_s=20) as world:
+        try:
+            model = world.replicate(Words(is_layer))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            data = [torch.tensor(index % 10) for index in range(32)]
+            for batch in Loader(data, world, batch_size=4, epochs=1):
+                train_step(lambda m, x, _: m(x).square().mean(), model, optimizer, batch, world)
+        except ConfigError as error:
+            return str(error)
+        return "trained"
+
+
+@pytest.mark.parametrize(("num_ranks", "is_layer"), [(1, True), (2, True), (1, False)])
+def test_sparse_gradients_are_refused_in_a_sentence(num_ranks: int, is_layer: bool) -> None:
+    said = run_ranks(num_ranks, train_words, is_layer)
+    problem = "rows is an nn.Embedding with sparse=True: sparse gradients cannot be summed over"
+    remedy = "try: build it with sparse=False"
+    if not is_layer:
+        problem = "a parameter of shape [10, 4] has a sparse gradient, which cannot be summed"
+        remedy = "try: make it dense"
+    assert all(text.startswith(problem) and remedy in text for text in said), said
+
+
+def step_without_replicating() -> str:
+    with World.enter("cpu", timeout_s=20) as world:
+        model = TinyTask().build_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = Loader(TinyTask().train_data(), world, batch_size=4, epochs=1)
+        try:
+            train_step(TinyTask().loss, model, optimizer, next(iter(loader)), world)
+        except ConfigError as error:
+            return f"{error.problem}; {error.remedy}"
+        return ""
+
+
+def test_a_model_that_was_not_replicated_is_refused() -> None:
+    """Each rank would train a model of its own, and say nothing."""
+    for said in run_ranks(2, step_without_replicating):
+        assert "each of the 2 ranks would train its own" in said
+        assert "call model = world.replicate(model)" in said
+    assert run_ranks(1, step_without_replicating) == [""]

@@ -5,10 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
+from lockstep import (
+    CheckpointStore,
+    Loader,
+    PartialLoss,
+    RunConfig,
+    World,
+    fit,
+    read_events,
+    train_step,
+)
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.plan import BatchConfig, plan_batches
+from lockstep.randomness import seed_all
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
 
@@ -209,13 +221,53 @@ def test_synchronised_batch_norm_sees_the_same_samples(
     assert distance(straight, grown) < 1e-12
 
 
-def test_synchronised_batch_norm_on_fewer_ranks_says_what_it_sees(
+def test_synchronised_batch_norm_on_fewer_ranks_is_refused_with_what_it_would_see(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run_ranks(2, train, Normed, tmp_path, {"sync_batch_norm": True, "max_steps": 2})
-    run_ranks(1, train, Normed, tmp_path, {"sync_batch_norm": True, "max_steps": 3})
+    changes: dict[str, Any] = {"sync_batch_norm": True, "batch": {"drop_last": True}}
+    run_ranks(2, train, Normed, tmp_path, {**changes, "max_steps": 2})
+    assert run_ranks(1, train, Normed, tmp_path, changes) == [
+        (
+            "batch normalisation would see 8 samples at a time on 1 rank; the checkpoint was "
+            "trained with 16 on 2 ranks",
+            "use 2 ranks, set batch.batch_size=16 (still 16 samples a step), or pass "
+            "accept_changes=true",
+            2,
+        )
+    ]
+    capfd.readouterr()
+    accepted = {**changes, "accept_changes": True, "max_steps": 3}
+    assert run_ranks(1, train, Normed, tmp_path, accepted) == [3]
     said = capfd.readouterr().out
     assert "warning: batch normalisation sees 8 samples at a time instead of 16" in said
+
+
+@pytest.mark.parametrize("ends_on", [1, 2])
+def test_a_cut_that_keeps_the_samples_of_a_normalisation_is_the_same_run(
+    ends_on: int, tmp_path: Path
+) -> None:
+    """2 ranks x 8 samples, 1 rank x 16 and back: the rate too is that of the two it began on."""
+
+    def changes(num_ranks: int, stop: int) -> dict[str, Any]:
+        batch = {"batch_size": 16 // num_ranks, "drop_last": True}
+        return {"sync_batch_norm": True, "batch": batch, "max_steps": stop}
+
+    straight, cut = tmp_path / "straight", tmp_path / "cut"
+    run_ranks(2, train, Normed, straight, changes(2, 6))
+    for num_ranks, stop in ((2, 2), (1, 3), (1, 4), (ends_on, 6)):
+        assert run_ranks(num_ranks, train, Normed, cut, changes(num_ranks, stop))[0] == stop
+    assert distance(straight, cut) < 1e-12
+    assert checkpoint_of(cut).meta["contract"]["effective_lr"] == 0.1
+
+
+def test_another_global_batch_is_still_refused_with_synchronised_batch_norm(
+    tmp_path: Path,
+) -> None:
+    changes: dict[str, Any] = {"sync_batch_norm": True}
+    run_ranks(2, train, Normed, tmp_path, {**changes, "max_steps": 2})
+    larger = {**changes, "batch": {"batch_size": 16, "accumulate": 2}}
+    problem, *_ = run_ranks(1, train, Normed, tmp_path, larger)[0]
+    assert "batch_size 8 -> 16" in problem
 
 
 def test_a_comparing_loss_is_refused_where_others_would_meet(tmp_path: Path) -> None:
@@ -228,3 +280,74 @@ def test_a_comparing_loss_is_refused_where_others_would_meet(tmp_path: Path) -> 
         "(8 x 1 ranks), this run would have 16"
     )
     assert ConfigError.exit_code == refused[0][2]
+
+
+# --- Five lines in place of fit ---------------------------------------------------------------
+
+
+def five_lines(build: Callable[[], Tiny], folder: Path, options: dict[str, Any]) -> Any:
+    """Train two steps more than the checkpoint has; return the step, or why it is refused."""
+    task = build()
+    with World.enter("cpu", timeout_s=20) as world:
+        seed_all(0, "weights")
+        model = world.replicate(task.build_model())
+        optimizer = task.build_optimizer(model, 0.05)
+        loader = Loader(task.train_data(), world, epochs=9, **options)
+        store = CheckpointStore(folder)
+        step = store.load_into(model=model, optimizer=optimizer, loader=loader)
+        before = [p.detach().clone() for p in model.parameters()]
+        try:
+            for batch in loader:
+                train_step(task.loss, model, optimizer, batch, world)
+                if loader.step == step + 2:
+                    break
+        except LockstepError as error:
+            kept = all(map(torch.equal, before, model.parameters()))
+            return error.problem, error.remedy, "nothing has moved" if kept else "moved"
+        store.save_from(world, loader.step, model=model, optimizer=optimizer, loader=loader)
+        return loader.step
+
+
+BN_REFUSED = (
+    "batch normalisation would see 4 samples at a time on 2 ranks; the checkpoint was trained "
+    "with 8 on 1 rank"
+)
+
+
+def test_five_lines_refuse_what_fit_refuses(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batch_size": 8}
+    assert run_ranks(1, five_lines, Normed, tmp_path, options) == [2]
+    remedy = "use 1 rank, or pass accept_changes=true to Loader"
+    refused = (BN_REFUSED, remedy, "nothing has moved")
+    assert run_ranks(2, five_lines, Normed, tmp_path, options) == [refused] * 2
+    accepted = {**options, "accept_changes": True}
+    assert run_ranks(2, five_lines, Normed, tmp_path, accepted) == [4, 4]
+    assert run_ranks(2, five_lines, Normed, tmp_path, options) == [6, 6], "nothing changes again"
+
+
+class Gathering(Comparing):
+    """Does not say that its loss gathers: a custom loop has nobody to say it to."""
+
+    gathers = False
+
+
+def test_five_lines_refuse_a_comparing_loss_where_others_would_meet(tmp_path: Path) -> None:
+    plan = plan_batches(BatchConfig(batch_size=8, accumulate=2), 38, 1)
+    assert run_ranks(1, five_lines, Gathering, tmp_path, {"plan": plan}) == [2]
+    options = {"plan": plan.on_ranks(2)}
+    problem = (
+        "the loss compares the samples of all ranks: the checkpoint was trained with 8 at a time "
+        "(8 x 1 ranks), this run would have 16"
+    )
+    remedy = "use 1 rank, or pass accept_changes=true"
+    refused = (problem, remedy, "nothing has moved")
+    assert run_ranks(2, five_lines, Gathering, tmp_path, options) == [refused] * 2
+
+
+@pytest.mark.parametrize("task", [Tiny, Gathering])
+def test_five_lines_grow_where_the_loss_stays_the_same(
+    task: Callable[[], Tiny], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"batch_size": 8}
+    assert run_ranks(1, five_lines, task, tmp_path, options) == [2]
+    assert run_ranks(2, five_lines, task, tmp_path, options) == [4, 4]

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events, resuming
+from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
+from lockstep.run import resume as resuming
 from lockstep.checkpoint import Checkpoint
 from lockstep.data import workers
 from lockstep.errors import ConfigError
-from lockstep.resuming import changed_settings, flat_settings, is_among
+from lockstep.run.resume import changed_settings, flat_settings, is_among
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
 
@@ -277,6 +278,7 @@ FREE: tuple[str, ...] = (
     "on_non_finite",
     "timeout_s",
     "resume",
+    "allow_shared_folder",
     "accept_changes",
 )
 """Settings that may change at any time. Another length bends a cosine from there on: whoever

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lockstep import Loader, PartialLoss, Task, World, train_step
 from lockstep.data.order import Shuffled, leaves_of
-from lockstep.parallel import bare
+from lockstep.dist.ddp import bare
 from lockstep.plan import BatchConfig, plan_batches
 from lockstep.randomness import keyed_generator, seed_all
 from lockstep.task import Context

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lockstep import Loader, RunConfig, World, fit
+from lockstep import CheckpointStore, Loader, RunConfig, World, fit
 from lockstep.data import fingerprint
 from lockstep.errors import LockstepError
-from lockstep.setup import prepare
+from lockstep.run.build import prepare
 from lockstep.testing import TinyTask, run_ranks
 
 NUM_SAMPLES = 64
@@ -423,3 +423,28 @@ def test_the_five_lines_without_a_seed_are_refused_under_torchrun(tmp_path: Path
     assert done.returncode != 0
     assert "ranks 0 and 1 see different training samples" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def resume_on_changed_data(folder: Path, offset: float) -> str:
+    with World.enter("cpu", timeout_s=20) as world:
+        data = [torch.tensor([float(i)]) + offset * (i == 15) for i in range(16)]
+        loader = Loader(data, world, batch_size=2, max_steps=4)
+        store = CheckpointStore(folder)
+        try:
+            begun = store.load_into(loader=loader)
+            for _ in loader:
+                if loader.step == 2:
+                    break
+        except LockstepError as error:
+            return str(error)
+        if not begun:
+            store.save_from(world, loader.step, loader=loader)
+        return f"began at {begun}"
+
+
+def test_five_lines_refuse_to_resume_on_data_that_changed(tmp_path: Path) -> None:
+    assert run_ranks(2, resume_on_changed_data, tmp_path, 0.0) == ["began at 0"] * 2
+    assert run_ranks(2, resume_on_changed_data, tmp_path, 0.0) == ["began at 2"] * 2
+    said, again = run_ranks(2, resume_on_changed_data, tmp_path, 1.0)
+    assert said == again
+    assert "the training data changed since the checkpoint: other contents: sample 15" in said

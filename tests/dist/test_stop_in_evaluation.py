@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep import CheckpointStore, PartialLoss, RunConfig, World, fit, read_events, signals
 from lockstep.data.loader import LoaderConfig
 from lockstep.errors import CheckpointError, DataError, LockstepError
-from lockstep.evaluation import evaluate
+from lockstep.run.evaluation import evaluate
 from lockstep.task import Context
 from lockstep.testing import FakeWorld, TinyTask, run_ranks
 from lockstep.trainer import RunResult, Trainer
@@ -414,7 +414,7 @@ class Unheeding(TinyTask):
 def insist() -> None:
     """Let the second signal be a second one, and not the echo of the first."""
     assert signals._active is not None
-    signals._active._requested_at -= 2 * signals.ECHO_S
+    signals._active._hearing.heard_at -= 2 * signals.ECHO_S
 
 
 @pytest.mark.parametrize(

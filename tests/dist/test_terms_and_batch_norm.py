@@ -7,8 +7,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lockstep import PartialLoss, RunConfig, fit
-from lockstep.batch_norm import SyncBatchNorm
+from lockstep import Loader, PartialLoss, RunConfig, World, fit, train_step
+from lockstep.dist.batch_norm import SyncBatchNorm, refuse_other_cut, synchronise_batch_norm
+from lockstep.data.loader import plan_for
+from lockstep.errors import ConfigError
+from lockstep.plan import BatchConfig, CutChange, plan_batches
 from lockstep.task import Context
 from lockstep.testing import FakeWorld, TinyTask, run_ranks
 
@@ -114,9 +117,238 @@ def test_synchronised_batch_norm_on_ranks_equals_one_larger_batch(
     assert farthest(tmp_path / "apart", tmp_path / "one") > 1e-3, "the comparison can fail"
 
 
+class Frozen(Normalised):
+    """Normalises with statistics that stay as they are."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model[1].eval()
+        return model
+
+
+def test_the_banner_says_that_statistics_are_the_first_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        "warning: the running statistics of batch normalisation are the first rank's, so metrics "
+        "depend on the number of ranks; set sync_batch_norm=true, or exact=true"
+    )
+    cases: list[tuple[int, TinyTask, dict[str, object], bool]] = [
+        (2, Normalised(), {}, True),
+        (1, Normalised(), {}, False),
+        (2, Frozen(), {}, False),
+        (2, TinyTask(), {}, False),
+        (2, Normalised(), {"sync_batch_norm": True}, False),
+        (2, Normalised(), {"exact": True}, False),
+    ]
+    for number, (ranks, task, more, is_said) in enumerate(cases):
+        train_on(ranks, tmp_path / str(number), task, batch={"batch_size": 6}, **more)
+        assert capfd.readouterr().out.count(said) == is_said, number
+
+
+class Grouped(Normalised):
+    """Decays all weights but those of batch normalisation, as many scripts do."""
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
+        free = [p for norm in norms for p in norm.parameters()]
+        decayed = [p for p in model.parameters() if all(p is not one for one in free)]
+        groups = [
+            {"params": decayed, "weight_decay": 0.5},
+            {"params": free, "weight_decay": 0.0},
+        ]
+        return torch.optim.SGD([group for group in groups if group["params"]], lr=lr)
+
+
+class Shared(Normalised):
+    """One layer at two places, and once more where modules do not look; it has a hook."""
+
+    def build_model(self) -> nn.Module:
+        norm = nn.BatchNorm1d(8).double()
+        norm.register_forward_hook(lambda layer, inputs, output: output * 1.5)
+        return TwoPlaces(norm)
+
+
+class TwoPlaces(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(5, 8), norm, nn.Tanh()).double()
+        self.tail = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8)).double()
+        self.out = nn.Linear(8, 3).double()
+        self.again = [norm]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.again[0](self.tail(self.head(x))))
+        return result
+
+
+class Quiet(nn.BatchNorm1d):
+    """A subclass that computes nothing of its own."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num, eps=1e-2)
+
+
+class Named(Normalised):
+    """Normalises with a subclass of torch's layer."""
+
+    layer: type[nn.Module] = Quiet
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model[1] = self.layer(8).double()
+        return model
+
+
+@pytest.mark.parametrize("task", [Grouped, Shared, Named])
+def test_synchronised_layers_stay_what_they_were(task: type[TinyTask], tmp_path: Path) -> None:
+    """Their class, their places, their hooks: all that a model or an optimizer may rely on."""
+    for folder, count in (("one", 1), ("ranks", 2)):
+        batch = {"batch_size": 12 // count}
+        train_on(count, tmp_path / folder, task(), batch=batch, sync_batch_norm=True)
+    assert farthest(tmp_path / "ranks", tmp_path / "one") < 1e-12
+
+
+class Louder(nn.BatchNorm1d):
+    """Computes more than batch normalisation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Louds(Named):
+    layer = Louder
+
+
+class Lazy(Named):
+    layer = nn.LazyBatchNorm1d
+
+    def build_model(self) -> nn.Module:
+        model = Normalised.build_model(self)
+        model[1] = nn.LazyBatchNorm1d(dtype=torch.float64)
+        return model
+
+
+@pytest.mark.parametrize("task", [Louds, Lazy])
+def test_a_layer_that_computes_in_its_own_way_is_refused_by_name(
+    task: type[TinyTask], tmp_path: Path
+) -> None:
+    def action() -> str:
+        try:
+            train(tmp_path, task(), batch={"batch_size": 6}, sync_batch_norm=True)
+        except ConfigError as error:
+            return str(error)
+        return "trained"
+
+    name = "Louder" if task is Louds else "LazyBatchNorm1d"
+    for said in run_ranks(2, action):
+        assert said.startswith(f"sync_batch_norm cannot synchronise 1, a {name}: ")
+        assert "try: use nn.BatchNorm1d" in said
+
+
+class Wide(Normalised):
+    """Each channel has four values for a sample: a single sample has statistics, too."""
+
+    def build_model(self) -> nn.Module:
+        folded = nn.Sequential(nn.Linear(5, 8), nn.Unflatten(1, (2, 4)), nn.BatchNorm1d(2))
+        return nn.Sequential(folded, nn.Flatten(), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize(
+    ("task", "ranks", "last"),
+    [(Normalised, 2, 4), (Normalised, 3, 4), (Normalised, 4, 4), (Wide, 4, 4), (Wide, 4, 1)],
+)
+def test_padding_counts_for_nothing_in_synchronised_batch_norm(
+    task: type[TinyTask], ranks: int, last: int, tmp_path: Path
+) -> None:
+    """The last step of an epoch has fewer micro-batches than there are ranks."""
+
+    def build() -> TinyTask:
+        built = task()
+        built.num_samples = 24 + last
+        return built
+
+    settings = {"sync_batch_norm": True, "evaluation": {"every_epochs": 9}}
+    for folder, count in (("one", 1), ("ranks", ranks)):
+        batch = {"batch_size": 12 // count, "drop_last": False}
+        train_on(count, tmp_path / folder, build(), batch=batch, **settings)
+    assert farthest(tmp_path / "ranks", tmp_path / "one") <= 1e-12
+
+
+def test_a_last_step_of_one_value_for_each_channel_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    def action() -> str:
+        task = Normalised(num_samples=25)
+        try:
+            train(tmp_path, task, batch={"batch_size": 6, "drop_last": False}, sync_batch_norm=True)
+        except ConfigError as error:
+            return error.problem
+        return "trained on"
+
+    said = "batch normalisation has 1 value for each of 8 channels on all ranks together"
+    assert [text.startswith(said) for text in run_ranks(2, action)] == [True, True]
+
+
+class Synchronised(Normalised):
+    """Comes with torch's own layer."""
+
+    def build_model(self) -> nn.Module:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(super().build_model())
+
+
+def refusal(folder: Path, batch: dict[str, object], **values: object) -> list[str]:
+    def action() -> str:
+        try:
+            train(folder, Synchronised(num_samples=28), batch=batch, **values)
+        except ConfigError as error:
+            return error.problem
+        except ValueError as error:  # this layer runs on GPUs only
+            return f"went on: {error}"
+        return "trained"
+
+    return run_ranks(2, action)
+
+
+def test_padding_that_torchs_own_layer_would_count_is_refused(tmp_path: Path) -> None:
+    padded = refusal(tmp_path / "padded", {"batch_size": 6, "drop_last": False})
+    assert padded == [
+        "a step has 1 micro-batches for 2 ranks: nn.SyncBatchNorm would count 1 padding "
+        "micro-batches in its statistics"
+    ] * 2
+    uneven = refusal(tmp_path / "uneven", {"batch_size": 4, "global_batch_size": 12})
+    assert [text.partition(":")[0] for text in uneven] == [
+        "a step has 3 micro-batches for 2 ranks"
+    ] * 2
+    full = refusal(tmp_path / "full", {"batch_size": 6})
+    never = refusal(tmp_path / "never", {"batch_size": 6, "drop_last": False}, max_steps=2)
+    assert all(text.startswith("went on: SyncBatchNorm") for text in full + never), full + never
+
+
+def test_a_custom_loop_refuses_padding_for_torchs_own_layer_too() -> None:
+    def action() -> str:
+        task = Synchronised(num_samples=28)
+        with World.enter("cpu", timeout_s=20) as world:
+            model = task.build_model()  # DDP takes this layer on GPUs only
+            data = task.train_data()
+            plan = plan_for(data, BatchConfig(batch_size=6, drop_last=False), world.size)
+            loader = Loader(data, world, plan=plan, epochs=1)
+            loader.seek(2, 24)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            try:
+                for batch in loader:
+                    train_step(task.loss, model, optimizer, batch, world)
+            except ConfigError as error:
+                return error.problem
+        return "trained"
+
+    assert [text.partition(":")[0] for text in run_ranks(2, action)] == [
+        "a step has 1 micro-batches for 2 ranks"
+    ] * 2
+
+
 def test_running_statistics_do_not_hold_on_to_earlier_steps() -> None:
-    norm = SyncBatchNorm(nn.BatchNorm1d(8), FakeWorld())
+    norm = nn.BatchNorm1d(8)
     model = nn.Sequential(nn.Linear(5, 8), norm)
+    synchronise_batch_norm(model, FakeWorld())
     lengths = []
     for _ in range(3):
         model(torch.rand(4, 5)).sum().backward()
@@ -132,3 +364,12 @@ def chain_length(tensor: Tensor | None) -> int:
         found |= new
         new = {above for node in new for above, _ in node.next_functions} - {None} - found
     return len(found)
+
+
+def test_a_custom_loop_refuses_synchronised_statistics_of_other_samples() -> None:
+    was = plan_batches(BatchConfig(batch_size=4), 48, 2)
+    model = nn.Sequential(nn.Linear(5, 8), nn.SyncBatchNorm(8))
+    with pytest.raises(ConfigError, match="would see 4 samples at a time on 1 rank; .* with 8 on"):
+        refuse_other_cut(model, CutChange(was, was.on_ranks(1)))
+    one = plan_batches(BatchConfig(batch_size=8), 48, 1)
+    refuse_other_cut(model, CutChange(was, one))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
+from lockstep.dist.agreement import together
 from lockstep.checkpoint.generation import is_claim
 from lockstep.data.order import Ids, Leaf, Order, Shuffled, leaves_of
 from lockstep.errors import (
@@ -25,14 +26,15 @@ from lockstep.errors import (
     DataError,
     LockstepError,
     NonFiniteError,
+    TakenOverError,
 )
 from lockstep.plan import BatchPlan
-from lockstep.progress import Progress
-from lockstep.resuming import settled
-from lockstep.runtime import World
-from lockstep.setup import prepare
+from lockstep.run.progress import Progress
+from lockstep.run.resume import settled
+from lockstep.dist.world import World
+from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
-from lockstep.step import train_step
+from lockstep.step.train_step import train_step
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
 from lockstep.trainer import RunResult, Trainer
@@ -321,6 +323,28 @@ def test_a_bad_sample_that_one_rank_meets_is_raised_on_all(
     assert re.match(r"rank [01]: sample 5 cannot be read: OSError: truncated file", text)
 
 
+def fail_alone(folder: Path) -> str:
+    """Fail on the first rank once the other one has gone, and return what is raised."""
+
+    def fail() -> None:
+        raise TakenOverError("another run took over the folder", "let it continue")
+
+    with World.enter("cpu", timeout_s=5) as world:
+        world.barrier()
+        if not world.is_first:
+            os._exit(0)
+        with pytest.raises(TakenOverError) as raised:
+            together(world, lambda: together(world, fail))
+        (folder / "said").write_text(str(raised.value))
+        os._exit(0)
+
+
+def test_an_error_is_not_hidden_by_ranks_that_cannot_be_told_of_it(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="died without a word"):
+        run_ranks(2, fail_alone, tmp_path)
+    assert "another run took over the folder" in (tmp_path / "said").read_text()
+
+
 def test_a_batch_that_one_rank_cannot_put_together_is_raised_on_all(tmp_path: Path) -> None:
     class RaggedTask(TinyTask):
         def collate(self, samples: list[Any]) -> Any:
@@ -486,11 +510,13 @@ def test_a_save_that_fails_late_is_raised_on_all_ranks(num_ranks: int, tmp_path:
 def test_a_complete_run_says_so_and_changes_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run(tmp_path, 2)
+    finished = run(tmp_path, 2)
     before, read = files(tmp_path), read_events(tmp_path)
     capfd.readouterr()
     results = run(tmp_path, 2)
     assert [(result.step, result.exit_code) for result in results] == [(6, 0)] * 2
+    assert finished[0].metrics.keys() == {"loss", "heavy"}
+    assert [result.metrics for result in results] == [finished[0].metrics] * 2
     assert "nothing to do: the run is complete at step 6" in capfd.readouterr().out
     assert files(tmp_path) == before
     assert read_events(tmp_path) == read
@@ -711,6 +737,19 @@ def test_a_best_metric_that_is_not_measured_is_refused(tmp_path: Path) -> None:
     errors = run(tmp_path, 2, lambda: Scored(NUM_SAMPLES), evaluation=best)
     assert errors[0][0] == errors[1][0] == "ConfigError"
     assert "'scoer' is not measured" in errors[0][1]
+
+
+def test_a_wrong_best_metric_can_be_corrected_until_one_is_the_best(tmp_path: Path) -> None:
+    def build() -> TinyTask:
+        return Scored(NUM_SAMPLES)
+
+    wrong = {"every_steps": 2, "best_metric": "scoer", "save_best": True}
+    right = {**wrong, "best_metric": "score", "best_is": "highest"}
+    assert run(tmp_path, 2, build, evaluation=wrong)[0][0] == "ConfigError"
+    assert [r.step for r in run(tmp_path, 2, build, evaluation=right, max_steps=4)] == [4, 4]
+    later = run(tmp_path, 2, build, evaluation={**right, "best_is": "lowest"}, max_steps=6)
+    assert later[0][0] == "ConfigError"
+    assert "evaluation.best_is highest -> lowest" in later[0][1]
 
 
 class Torn(TinyTask):

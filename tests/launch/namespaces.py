@@ -66,6 +66,10 @@ class Network:
         """Pull the cable of a machine: nothing arrives, and nobody is told."""
         _ip("-n", f"{self.prefix}switch", "link", "set", name, "down")
 
+    def mend(self, name: str) -> None:
+        """Put the cable of a machine back."""
+        _ip("-n", f"{self.prefix}switch", "link", "set", name, "up")
+
     def without_loopback(self, name: str) -> None:
         _ip("-n", self.prefix + name, "link", "set", "lo", "down")
 

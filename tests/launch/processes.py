@@ -222,7 +222,7 @@ class Ranks:
 
 
 def _be_rank(action: Callable[[], Any], output: Path, variables: Mapping[str, str]) -> None:
-    from lockstep.runtime import leave_process
+    from lockstep.dist.environment import leave_process
 
     torch.set_num_threads(1)
     write_to(output)

@@ -21,6 +21,7 @@ from lockstep.checkpoint import CheckpointStore
 from lockstep.launch import agent
 from lockstep.launch.local import follow_log
 from lockstep.launch.ranks import Ranks
+from lockstep.launch.worker import check_module
 from lockstep.testing import free_port
 
 TRAIN = HERE / "train_and_save.py"
@@ -128,7 +129,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others_to_leave_the_group(
 ) -> None:
     (tmp_path / "script.py").write_text(
         "import atexit, sys\nimport torch.distributed as dist\nfrom pathlib import Path\n"
-        "from lockstep.runtime import World\n"
+        "from lockstep.dist.world import World\n"
         "def note():\n"
         "    if world.rank == 1:\n"
         "        Path(sys.argv[1]).write_text(str(not dist.is_initialized()))\n"
@@ -210,6 +211,25 @@ if world.rank == 1:
     sys.exit()
 world.barrier()
 """
+
+
+REFUSED = """
+from lockstep import RunConfig, fit
+from lockstep.testing import TinyTask
+
+fit(TinyTask(), RunConfig(output_dir="run", epochs=1, batch={"batch_size": 1000}, device="cpu"))
+"""
+
+
+def test_an_error_raised_on_purpose_is_said_without_a_traceback(
+    tmp_path: Path, start: Start
+) -> None:
+    (tmp_path / "refused.py").write_text(REFUSED)
+    launched = start(*LAUNCH, "2", tmp_path / "refused.py")
+    assert launched.finish() == 2, launched.text
+    assert "Traceback" not in launched.text
+    said = r"lockstep: rank \d on \S+: ConfigError: a batch of 1000 x 2 = 2000 is larger than .*\n"
+    assert len(re.findall(said + "  try: ", launched.text)) == 1, launched.text
 
 
 def test_a_rank_whose_script_came_to_its_end_too_early_is_named(
@@ -404,7 +424,14 @@ def test_a_log_is_followed_line_by_line_and_to_its_end_at_once(tmp_path: Path) -
     ("words", "said"),
     [
         (("2", "nowhere.py"), "there is no script 'nowhere.py'"),
+        (("2", "."), "'.' is a folder, not a script"),
         (("2", "-m"), "-m without a module"),
+        (("2", "-m", "nomodule"), "there is no module 'nomodule'"),
+        (("2", "-m", ".relative"), "there is no module '.relative'"),
+        (("2", "-m", "lockstep.nomodule"), "there is no module 'lockstep.nomodule'"),
+        (("2", "-m", "lockstep.cli"), "the package 'lockstep.cli' cannot be run: it has no"),
+        (("2", "-m", "sys"), "the module 'sys' cannot be run: it is not written in Python"),
+        (("2", "-m", "train_and_save.py"), "-m takes a module, and train_and_save.py is a script"),
         (("none", TRAIN), "--gpus none is not a number of processes"),
         (("2", "--nodes=2", TRAIN), "--nodes 2 needs the address of node 0"),
         (("2", "--head=a:1", TRAIN), "--head 'a:1' names node 0, and --nodes is missing"),
@@ -418,3 +445,29 @@ def test_what_cannot_start_is_one_line(words: tuple[str, ...], said: str, start:
     assert refused.finish(20) == 2, refused.text
     assert refused.text.startswith(f"lockstep: {said}"), refused.text
     assert refused.text.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "module"),
+    [
+        ("alone.py", "raise AssertionError('imported')", "alone"),
+        ("package/train.py", "", "package.train"),
+        ("package/__main__.py", "", "package"),
+        ("late/__init__.py", "__path__.append(__path__[0] + '/src')", "late.train"),
+        ("broken/__init__.py", "raise ValueError('the ranks report it')", "broken.train"),
+    ],
+)
+def test_a_module_is_found_where_ranks_will_find_it(
+    file: str, text: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    (tmp_path / "late" / "src").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "late" / "src" / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    searched = sys.path.copy()
+    imported = set(sys.modules)
+    check_module(module)
+    assert sys.path == searched
+    for name in set(sys.modules) - imported:
+        del sys.modules[name]

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from meet import meet
 from processes import BIN, HERE, LAUNCH, Fork, Start
 
+from lockstep.dist.environment import group_timeout_s
+from lockstep.dist.world import World
 from lockstep.errors import LaunchError
-from lockstep.runtime import World, group_timeout_s
 from lockstep.testing import free_port
 
 MEET = HERE / "meet.py"
@@ -102,6 +103,20 @@ def test_a_launcher_starts_two_ranks_that_meet(name: str, tmp_path: Path, start:
     port = free_port()
     words = [str(word).format(port=port, folder=tmp_path) for word in LAUNCHERS[name]]
     ranks = start(*words, MEET)
+    assert ranks.finish() == 0, ranks.text
+    launcher = "lockstep launch" if name == "lockstep" else "torchrun"
+    assert stories(ranks.text) == two(launcher), ranks.text
+
+
+def test_torchrun_below_our_launcher_is_torchrun(tmp_path: Path, start: Start) -> None:
+    inner = [*map(str, TORCHRUN), "--standalone", str(MEET)]
+    script = tmp_path / "below.py"
+    script.write_text(
+        "import os, subprocess\n"
+        "del os.environ['LOCKSTEP_EXPECTED_RANKS']\n"
+        f"subprocess.run({inner}, check=True)\n"
+    )
+    ranks = start(*LAUNCH, "1", script)
     assert ranks.finish() == 0, ranks.text
     assert stories(ranks.text) == two("torchrun"), ranks.text
 

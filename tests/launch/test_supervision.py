@@ -16,10 +16,11 @@ import psutil
 import pytest
 from processes import HERE, LAUNCH, Start, Started, wait_until
 
+from lockstep.checkpoint import CheckpointStore
+from lockstep.dist.position import Position
 from lockstep.launch import failure, ranks, stopping
 from lockstep.launch.memory import ControlGroup, MemoryWatch
 from lockstep.launch.stopping import save_time_s
-from lockstep.position import Position
 
 TRAIN = HERE / "train_stuck.py"
 HOST = socket.gethostname()
@@ -44,14 +45,18 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "ABANDONED_S", 1.0)
 
 
+EXITED = "LeftEarlyError: the script called exit() inside a run that had not finished; "
+AFTER_FIT = "call exit() after fit has returned"
+
+
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     ("moment", "act", "where"),
     [
-        ("fifth_step", "exit", "after step 4"),
-        ("fifth_step", "leave", "after step 4"),
-        ("data", "exit", "before its first step"),
-        ("enter", "exit", "before it joined the others"),
+        ("fifth_step", "exit", ", after step 4: "),
+        ("fifth_step", "leave", ", after step 4: "),
+        ("data", "exit", ": "),
+        ("enter", "exit", " exited with code 0 before it joined the others, "),
     ],
 )
 def test_a_rank_that_exits_with_0_while_others_need_it_ends_the_run(
@@ -59,14 +64,47 @@ def test_a_rank_that_exits_with_0_while_others_need_it_ends_the_run(
 ) -> None:
     launched = begin(start, tmp_path, moment, act, "--restarts=3")
     assert launched.finish(40) == 6, launched.text
-    said = (
-        f"lockstep: rank 1 on {HOST} exited with code 0 {where}, but the others still needed it: "
-    )
+    said = f"lockstep: rank 1 on {HOST}{where}"
+    said += "but the others still needed it: " if moment == "enter" else EXITED
     assert launched.text.count(said) == 1, launched.text
-    assert "\n  try: let all ranks end the script at the same point" in launched.text
+    remedy = "let all ranks end the script at the same point" if moment == "enter" else AFTER_FIT
+    assert f"\n  try: {remedy}" in launched.text
     assert "start again" not in launched.text, "the script would end early once more"
     assert "Traceback" not in launched.text.split(said)[1], "the cause is said last"
     assert launched.orphans() == []
+
+
+@pytest.mark.parametrize(
+    ("moment", "act", "said"),
+    [
+        ("fifth_step", "all_exit", ", after step 4: " + EXITED),
+        ("data", "all_exit", f": {EXITED}the run had not reached its first step"),
+        (
+            "fifth_step",
+            "all_vanish",
+            " exited with code 0 after step 4, inside a run that had not finished; so did 1 more",
+        ),
+    ],
+)
+def test_ranks_that_all_exit_with_0_inside_a_run_have_not_finished(
+    moment: str, act: str, said: str, tmp_path: Path, start: Start
+) -> None:
+    launched = begin(start, tmp_path, moment, act, "--restarts=3")
+    assert launched.finish(40) == 6, launched.text
+    assert len(re.findall(f"lockstep: rank [01] on {HOST}{re.escape(said)}", launched.text)) == 1
+    assert launched.text.count("  try: ") == 1, launched.text
+    assert "start again" not in launched.text, "the script would end early once more"
+    assert "Traceback" not in launched.text
+
+
+def test_a_keyboard_interrupt_in_a_step_is_not_taken_for_a_save(
+    tmp_path: Path, start: Start
+) -> None:
+    launched = begin(start, tmp_path, "fifth_step", "all_interrupt")
+    assert launched.finish(40) == 5, launched.text
+    said = r"lockstep: rank [01] on .*, after step 4: NotSavedError: stopped by KeyboardInterrupt"
+    assert len(re.findall(said, launched.text)) == 1, launched.text
+    assert "Traceback" not in launched.text
 
 
 UPLOAD = """
@@ -138,7 +176,7 @@ def test_a_position_is_read_from_outside_and_after_a_kill(tmp_path: Path) -> Non
     path = tmp_path / "position.bin"
     assert Position.read(path).step is None
     code = (
-        "import os, sys; from pathlib import Path; from lockstep.position import Position; "
+        "import os, sys; from pathlib import Path; from lockstep.dist.position import Position; "
         "p = Position(); p.share(Path(sys.argv[1])); p.begin_run(); p.reach(40); "
         "os.kill(os.getpid(), 9)"
     )
@@ -175,6 +213,27 @@ def test_a_second_signal_ends_the_launcher_and_all_below_it_whatever_they_do(
     assert "Traceback" not in launched.text
     again = "press Ctrl-C again" if number == signal.SIGINT else "send SIGTERM again"
     assert f"{again}, 1 s or more from now, to end them without saving\n" in launched.text
+
+
+@pytest.mark.parametrize(
+    ("act", "place"),
+    [("hold", r'  File ".*train_stuck\.py", line \d+ in act_at'), ("stop", "  \\(no")],
+)
+def test_ranks_that_do_not_stop_are_named_with_their_step_and_where_they_are(
+    act: str, place: str, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "SAVE_S", 6.0)
+    monkeypatch.setattr(ranks, "SLOW_S", 1.5)
+    launched = begin(start, tmp_path, "fifth_step", act)
+    launched.look_around()
+    os.kill(launched.pid, signal.SIGTERM)
+    assert launched.finish(60) == 5, launched.text
+    said = r"lockstep: rank 1 has not stopped yet, after step 4; it is at\n" + place
+    assert len(re.findall(said, launched.text)) == 1, launched.text
+    assert launched.text.count("rank 0 has not stopped yet, after step 4; it is at\n  File") == 1
+    stopping_at = launched.text.index("lockstep: stopping: ranks may save")
+    assert stopping_at < launched.text.index("has not stopped yet")
+    assert launched.orphans() == []
 
 
 def test_an_echo_of_the_first_signal_does_not_end_ranks(tmp_path: Path, start: Start) -> None:
@@ -242,6 +301,39 @@ def test_under_slurm_the_launcher_says_how_long_a_warning_leaves(
     )
     assert found, launched.text
     assert 6000 < int(found[1]) < 7200
+
+
+def test_slurms_own_sigterm_after_an_earlier_one_leaves_ranks_the_time_to_save(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --signal=TERM@10, every process gets SIGTERM 10 s before the time limit and at it."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 10))
+    launched = begin(start, tmp_path, "fifth_step", "stop")
+    family = launched.look_around()
+    stopped = next(p for p in family if p.status() == psutil.STATUS_STOPPED)
+
+    def send_to_all() -> None:
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+        os.kill(launched.pid, signal.SIGTERM)
+
+    send_to_all()
+    wait_until(lambda: "lockstep: stopping: ranks may save" in launched.text, "the announcement")
+    time.sleep(1.5)
+    send_to_all()
+    wait_until(lambda: launched.text.count("lockstep: stopping: ranks") == 2, "the second notice")
+    time.sleep(0.5)
+    assert launched.process.poll() is None, launched.text
+    stopped.send_signal(signal.SIGCONT)
+    assert launched.finish(60) == 143, launched.text
+    assert "not saved" not in launched.text
+    assert "send SIGINT twice, 1 s or more apart, to end them without saving" in launched.text
+    checkpoint, _ = CheckpointStore(tmp_path / "run" / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    assert checkpoint.step >= 5
+    assert launched.orphans() == []
 
 
 # --- A rank that is killed again and again ---------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from lockstep.config import RunConfig
-from lockstep.runtime import launched_rank
+from lockstep.dist.environment import launched_rank
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask
 from lockstep_recipes.command import train

@@ -5,7 +5,8 @@ python train_stuck.py FOLDER MOMENT ACT
 Moments, in the order a run meets them: import, enter, data, model, first_step, fifth_step,
 evaluation, save, finished, exit. Acts: stop (SIGSTOP), hold (wait in C with the interpreter lock
 held), exit (sys.exit(0)), leave (os._exit(0)), kill (SIGKILL), work (take a second). The rank that
-acts is the last, or the first for `work`. It leaves a file `acts` first, and
+acts is the last, or the first for `work`; all act for all_exit (sys.exit()), all_vanish (exit in C
+code) and all_interrupt (KeyboardInterrupt). It leaves a file `acts` first, and
 before `stop` and `hold` it starts a process of its own.
 """
 
@@ -35,7 +36,7 @@ if __name__ == "__main__":  # pytest imports this file, too
 
 def act_at(moment: str) -> None:
     """Act, if this is the moment and the rank."""
-    if moment != MOMENT or int(os.environ["RANK"]) != RANK:
+    if moment != MOMENT or (int(os.environ["RANK"]) != RANK and not ACT.startswith("all_")):
         return
     if ACT in ("stop", "hold"):
         subprocess.Popen(["sleep", "1000"])  # it would outlive a rank that is killed
@@ -51,6 +52,12 @@ def act_at(moment: str) -> None:
             sys.exit(0)
         case "leave":
             os._exit(0)
+        case "all_exit":
+            sys.exit()
+        case "all_vanish":
+            ctypes.CDLL(None)._exit(0)
+        case "all_interrupt":
+            raise KeyboardInterrupt
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "work":

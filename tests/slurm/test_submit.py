@@ -288,6 +288,17 @@ def test_a_rank_that_saved_before_the_limit_queues_the_job_once(batch: Batch) ->
     assert "saved before the time limit; the job is back in the queue" in batch.said
 
 
+def test_a_job_ended_by_its_own_requeue_still_says_that_it_is_back_in_the_queue(
+    batch: Batch,
+) -> None:
+    """SLURM's SIGTERM reaches every process of the job, also the command that asked for it."""
+    batch.stand_in("scontrol", 'echo "$*" >>asked; kill -TERM $PPID $$; exit 0')
+    assert batch.run("138") == 138
+    assert batch.asked == ["requeue 7"]
+    assert "saved before the time limit; the job is back in the queue" in batch.said
+    assert "does not queue the job again" not in batch.said
+
+
 @pytest.mark.parametrize(
     ("end", "asked"),
     [(100, ["show", "requeue"]), (900, ["show"]), (None, ["show"])],

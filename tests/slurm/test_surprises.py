@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.detect import detect_launch
+from lockstep.dist.detect import detect_launch
 from lockstep.errors import LaunchError
 
 JOB = {

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.setup import Run
-from lockstep.sharding import held
+from lockstep.dist.fsdp import held
+from lockstep.run.run import Run
 
 FIRST_SIDE, LAST_SIDE = 512, 8192
 """Square matrices, each twice as large as the one before."""

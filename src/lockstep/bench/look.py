@@ -16,7 +16,7 @@ import torch
 from lockstep.bench.kernels import TRACE_STEPS, Trace
 from lockstep.bench.limits import copy_limit, matmul_limit, says_dtype, trained_in, update_bytes
 from lockstep.bench.operations import Operations
-from lockstep.setup import Run
+from lockstep.run.run import Run
 
 COUNTED_STEPS = 4
 """Steps may differ, by the lengths of what they read."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.certify.part import TRACE, only_within_a_run
 from lockstep.cli.stage import OnImport
+from lockstep.dist import position
 from lockstep.errors import ConfigError
 
 PART = "bench.json"
@@ -58,8 +59,8 @@ class Actor:
     def scenes(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return what to do to which module once it is imported."""
         return {
-            "lockstep.setup": self.enter_setup,
-            "lockstep.step": self.enter_step,
+            "lockstep.run.build": self.enter_setup,
+            "lockstep.step.train_step": self.enter_step,
             "lockstep.trainer": self.enter_trainer,
         }
 
@@ -86,7 +87,7 @@ class Actor:
         prepare = module.prepare
         module.rehearsed = lambda config: config  # type: ignore[attr-defined]  # as many steps as we say
 
-        def staged(task: Any, config: Any, world: Any, stack: Any) -> Any:
+        def staged(task: Any, config: Any, world: Any, stack: Any, *more: Any) -> Any:
             from lockstep.bench.probe import Probe
 
             if world.device.type == "cuda" and world.backend == "gloo":
@@ -96,7 +97,7 @@ class Actor:
                 )
             self.probe = Probe(self.part, self.folder / TRACE)
             self.probe.attach(world)
-            run = prepare(task, self.config(config), world, stack)
+            run = prepare(task, self.config(config), world, stack, *more)
             run.held_out = None
             if config.exact:
                 self.probe.remarks.append("measured without exact mode")
@@ -127,6 +128,7 @@ class Actor:
                 probe.step_done()
             taking.close()
             probe.finish()
+            position.own.finish_run()  # as much of it as is measured
             sys.exit(0)
 
         def measured_fetch(self: Any, batches: Any) -> Any:

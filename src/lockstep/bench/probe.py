@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
-from lockstep import parallel
 from lockstep.bench.look import Look
 from lockstep.bench.part import WARMUP_STEPS, BenchPart
+from lockstep.dist import ddp as parallel
+from lockstep.dist.collectives import GradBucket
+from lockstep.dist.ddp import bare
+from lockstep.dist.world import World
 from lockstep.errors import ConfigError
 from lockstep.observe.pace import Clock
-from lockstep.parallel import bare
-from lockstep.runtime import GradBucket, World
-from lockstep.setup import Run
+from lockstep.run.run import Run
 
 BLOCK = 4
 """So many steps of one kind, then so many of the other."""

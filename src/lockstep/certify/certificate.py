@@ -93,6 +93,10 @@ class Certificate:
     columns: list[Column] = field(default_factory=list)
     finding: Finding | None = None
     remarks: list[str] = field(default_factory=list)
+    batch_sizes: dict[int, int] = field(default_factory=dict)
+    """In parity, the `batch_size` that each number of ranks was run with."""
+    is_joint: bool = False
+    """Whether samples of all ranks met, so that fewer ranks had a larger `batch_size`."""
     rounding: "Rounding | None" = None
     """What rounding explains, if that had to be measured."""
 
@@ -108,6 +112,7 @@ class Certificate:
             "verdict": self.verdict,
             "steps": self.steps,
             "proof": self.proof,
+            "batch_size": {str(ranks): size for ranks, size in self.batch_sizes.items()},
             "finding": self.finding.to_json() if self.finding else None,
             "compared": {column.title: column.compared for column in self.columns},
             "verdicts": {column.title: column.cells for column in self.columns},
@@ -169,10 +174,14 @@ def certify_parity(
     part = Part(steps, most_ranks=more[-1], exact=exact)
     folder = play(_ranks(fewest), part, fewest)
     reference = _only(folder, steps, fewest)
+    certificate.is_joint = bool(reference.plan["joint"])
+    certificate.batch_sizes[fewest] = int(reference.plan["batch_size"])
     worst = 0.0
     for num in more:
         other = play(_ranks(num), part, num)
-        compared = compare(reference, _only(other, steps, num), bits=exact)
+        life = _only(other, steps, num)
+        certificate.batch_sizes[num] = int(life.plan["batch_size"])
+        compared = compare(reference, life, bits=exact)
         compared.judge(lambda one: CEILING)  # more than that is never rounding
         apart, name = (0.0, "") if exact else distance(folder / TRACE, other / TRACE, 0, steps)
         worst = max(worst, apart)

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.feed import to_device
-from lockstep.data.loader import StepBatch
 from lockstep.data.order import Leaf
-from lockstep.data.reader import MicroBatch, is_stream
-from lockstep.parallel import bare
-from lockstep.progress import as_partial
+from lockstep.data.reader import is_stream
+from lockstep.dist.ddp import bare
 from lockstep.randomness import derive_seed, set_all, untouched
-from lockstep.setup import Run
+from lockstep.run.run import Run
+from lockstep.step.partial import as_partial
 from lockstep.task import Context
 
 MOST_GROUPS = 4

@@ -60,7 +60,7 @@ class Part:
             "sinks": SinkConfig(curves=False),
         }
         if self.exact:
-            from lockstep.parallel import GradientConfig
+            from lockstep.dist.ddp import GradientConfig
 
             # One or the other.
             update |= {"exact": True, "sync_batch_norm": False, "parallel": "ddp"}
@@ -138,8 +138,8 @@ class Actor:
     def scenes(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return what to do to which module once it is imported."""
         return {
-            "lockstep.setup": self.enter_setup,
-            "lockstep.step": self.enter_step,
+            "lockstep.run.build": self.enter_setup,
+            "lockstep.step.train_step": self.enter_step,
             "lockstep.trainer": self.enter_trainer,
         }
 
@@ -148,11 +148,11 @@ class Actor:
         prepare = module.prepare
         module.rehearsed = lambda config: config  # type: ignore[attr-defined]  # as few steps as we say
 
-        def staged(task: Any, config: Any, world: Any, stack: Any) -> Any:
+        def staged(task: Any, config: Any, world: Any, stack: Any, *more: Any) -> Any:
             self.is_in_run = True
             config = self.part.config(task, config, world.size, self.folder)
             self.is_joint = self.part.most_ranks > 0 and is_joint(task, config)
-            run = prepare(task, config, world, stack)
+            run = prepare(task, config, world, stack, *more)
             save_at, per_epoch = self.part.save_at, run.contract.plan.steps_per_epoch
             if per_epoch > 1 and save_at % per_epoch == 0:
                 save_at -= 1

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.certify.cut import Cut
+from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.fingerprint import take_print
-from lockstep.data.loader import StepBatch
-from lockstep.data.reader import MicroBatch
-from lockstep.parallel import bare
-from lockstep.progress import StepReport
-from lockstep.setup import Run
-from lockstep.sharding import gathered
+from lockstep.dist.ddp import bare
+from lockstep.dist.fsdp import gathered
+from lockstep.run.run import Run
+from lockstep.step.report import StepReport
 
 Hashes = dict[str, str]
 GENERATOR = "generator "

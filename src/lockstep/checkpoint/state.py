@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.dist.fsdp import cut_like, gathered, is_cut, rows_of
 from lockstep.errors import CheckpointError
-from lockstep.sharding import cut_like, gathered, is_cut, rows_of
 
 FILE_DTYPES: Final = {
     torch.float64: "F64",

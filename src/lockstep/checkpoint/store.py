@@ -15,19 +15,20 @@ link, to a checkpoint that was moved to another disk: it is read like any other 
 """
 
 import itertools
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.agreement import together
 from lockstep.checkpoint import generation
 from lockstep.checkpoint.layout import (
     MANIFEST,
@@ -43,12 +44,45 @@ from lockstep.checkpoint.layout import (
 from lockstep.checkpoint.layout import Checkpoint as Checkpoint
 from lockstep.checkpoint.lock import FolderLock as FolderLock
 from lockstep.checkpoint.state import Share, load_model_state, load_optimizer, share_of, snapshot
+from lockstep.dist.agreement import together
+from lockstep.dist.ddp import bare, sync_buffers
+from lockstep.dist.same_state import check_registered, check_same_weights
+from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, closest
-from lockstep.parallel import bare, sync_buffers
-from lockstep.runtime import World
+
+_log = logging.getLogger("lockstep")
 
 _GENERATION = re.compile(r"\.g(\d+)$")
 """At the end of the name of unfinished work: the generation it is of."""
+
+
+@dataclass
+class _Use:
+    """How this process uses a folder of checkpoints, through any number of stores."""
+
+    pid: int
+    read_step: int = -1
+    """The newest checkpoint that was read: what a custom loop continues from."""
+    lock: FolderLock | None = None
+    """Held until the process ends, once a custom loop has saved."""
+    generation: int = 0
+    saved: dict[Path, tuple[object, ...]] = field(default_factory=dict)
+    """What custom loops of this process have saved, by the fingerprint it had then."""
+
+    def note_read(self, step: int) -> None:
+        """Remember that the checkpoint of a step was read."""
+        self.read_step = max(self.read_step, step)
+
+
+_uses: dict[Path, _Use] = {}
+
+
+def _use_of(folder: Path) -> _Use:
+    """Return how this process uses a folder; a forked one begins with nothing."""
+    key = folder.resolve()
+    if key not in _uses or _uses[key].pid != os.getpid():
+        _uses[key] = _Use(os.getpid())
+    return _uses[key]
 
 
 class CheckpointStore:
@@ -259,6 +293,7 @@ class CheckpointStore:
             except CheckpointError as error:
                 rejected.append((path, error.problem))
             else:
+                _use_of(self.folder).note_read(checkpoint.step)
                 return self._of_this_recipe(checkpoint), rejected
         return None, rejected
 
@@ -276,7 +311,10 @@ class CheckpointStore:
                 continue
             found = Path(os.path.realpath(base / path))
             if STEP_FOLDER.fullmatch(found.name) or os.path.lexists(found / MANIFEST):
-                return self._of_this_recipe(read_checkpoint(found))
+                checkpoint = self._of_this_recipe(read_checkpoint(found))
+                if found == self.path(checkpoint.step).resolve():
+                    _use_of(self.folder).note_read(checkpoint.step)
+                return checkpoint
         raise self._not_found(str(path))
 
     def save_from(self, world: World, step: int, **objects: Any) -> None:
@@ -284,15 +322,30 @@ class CheckpointStore:
 
         For a loop of your own: `store.save_from(world, loader.step, model=model, ...)`.
         Afterwards every rank has the first rank's buffers, as after a resume.
+
+        The first save locks the folder until the process ends, and takes it over as `fit` does:
+        checkpoints that are newer than any that this process has read are set aside.
+
+        Raises:
+            FolderInUseError: on all ranks, another process saves into this folder.
+            ConfigError: on all ranks, and nothing is saved: their weights or the settings of
+                their optimizers differ, or an optimizer has parameters that no object holds.
+            CheckpointError: on all ranks, it cannot be saved, or another run has saved this step.
         """
-        for module in objects.values():
-            if isinstance(module, nn.Module):
-                sync_buffers(module, world)
+        modules = {name: bare(o) for name, o in objects.items() if isinstance(o, nn.Module)}
+        optimizers = {name: o for name, o in objects.items() if isinstance(o, Optimizer)}
+        check_same_weights(modules, optimizers, world)
+        for module in modules.values():
+            sync_buffers(module, world)
 
         def save() -> None:
+            _check_parameters_are_saved(objects)
             parts = snapshot({n: bare(o).state_dict() for n, o in objects.items()}, world.is_first)
             if world.is_first:
-                self.save(step, parts, {})
+                self._take_folder()
+                self._raise_if_of_another_run(step)
+                path = self.save(step, parts, {})
+                _use_of(self.folder).saved[path] = _fingerprint(path)
 
         together(world, save)
 
@@ -301,7 +354,10 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: every checkpoint is damaged, or one does not fit.
+            ConfigError: an optimizer has parameters that none of the objects holds.
         """
+        if any(isinstance(target, nn.Module) for target in objects.values()):
+            _check_parameters_are_saved(objects)  # else modules are loaded by another call
         checkpoint, rejected = self.latest()
         if checkpoint is None and rejected:
             raise CheckpointError(f"no checkpoint in {self.folder} is whole", rejected[0][1])
@@ -322,6 +378,37 @@ class CheckpointStore:
             else:
                 target.load_state_dict(checkpoint.load(name))
         return checkpoint.step
+
+    def _take_folder(self) -> None:
+        """Lock the folder for this process and take it over, once.
+
+        Raises:
+            FolderInUseError: another process has it.
+        """
+        use = _use_of(self.folder)
+        if use.lock is None:
+            lock = FolderLock(self.folder).acquire()
+            try:
+                self.restore_replaced()
+                use.generation = self.take_over(use.read_step)
+                for path in self.set_stale_aside():
+                    _log.warning("set aside %s: this run did not continue from it", path)
+            except BaseException:
+                lock.release()
+                raise
+            use.lock = lock
+        self.generation = use.generation
+
+    def _raise_if_of_another_run(self, step: int) -> None:
+        """Refuse to take another run's checkpoint of a step for the one that is to be saved."""
+        final = self.path(step)
+        is_own = _use_of(self.folder).saved.get(final, ()) == _fingerprint(final) != ()
+        if is_own or step == _use_of(self.folder).read_step or not self._is_saved(final):
+            return
+        raise CheckpointError(
+            f"{final} was saved by another run, and step {step} of this one is not saved",
+            "call store.load_into before the first step, or save into another folder",
+        )
 
     def take_over(self, resumed_from: int = -1) -> int:
         """Claim the folder for this group: earlier groups may not save into it any more.
@@ -548,6 +635,33 @@ class CheckpointStore:
             f"{wanted!r} is not a checkpoint; {self.folder} holds {', '.join(existing) or 'none'}",
             f"did you mean {guess!r}?" if guess else "give a step folder or one of those names",
         )
+
+
+def _check_parameters_are_saved(objects: Mapping[str, Any]) -> None:
+    """Refuse an optimizer with parameters that no object beside it holds."""
+    others = [bare(o) for o in objects.values() if not isinstance(o, Optimizer)]
+    modules = [o for o in others if isinstance(o, nn.Module)]
+    known = {id(p) for module in modules for p in module.parameters()}
+    remedy = "pass the module that holds it too, or register it in a module that is passed"
+    for name, optimizer in objects.items():
+        if isinstance(optimizer, Optimizer):
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            if any(id(p) not in known for p in trained):
+                rest = [o.state_dict() for o in others if not isinstance(o, nn.Module)]
+                places = {tensor.data_ptr() for tensor in _tensors(rest)}
+                known |= {id(p) for p in trained if places and p.data_ptr() in places}
+            check_registered(optimizer, known, f"what is saved with {name}", remedy)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested mappings and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
 
 
 def _is_stale(checkpoint: Checkpoint, newest: generation.Generation | None) -> bool:

@@ -21,6 +21,7 @@ from lockstep.cli.rehearse import LAUNCHER_S, POLL_S, START_S, Told
 from lockstep.cli.run import read_counts
 from lockstep.cli.stage import reach
 from lockstep.errors import ConfigError, LaunchError
+from lockstep.plan import count_ranks
 from lockstep.testing import free_port
 
 OTHERS_S = 5.0
@@ -212,7 +213,12 @@ def lines_of(certificate: Certificate, folder: str | None) -> list[str]:
 
 def _end_of(certificate: Certificate, folder: str | None) -> list[str]:
     """Return the remarks and the verdict."""
-    lines = ["", *(f"remark: {remark}" for remark in certificate.remarks)]
+    lines = [""]
+    if sizes := certificate.batch_sizes:
+        each = [f"{size} on {count_ranks(num)}" for num, size in sizes.items()]
+        why = "; samples of all ranks meet, so that as many met on each number of ranks"
+        lines.append(f"batch_size: {', '.join(each)}{why if certificate.is_joint else ''}")
+    lines += [f"remark: {remark}" for remark in certificate.remarks]
     if certificate.finding is None:
         return [*lines, f"certified: {certificate.proof}"]
     finding = certificate.finding

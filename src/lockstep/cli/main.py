@@ -7,7 +7,7 @@ import typer
 
 from lockstep.cli.bench import benching
 from lockstep.cli.entry import quick_to_interrupt
-from lockstep.cli.words import AS_TYPED, Limit, Words, check_seconds
+from lockstep.cli.words import AS_TYPED, Limit, ScriptWords, Words, check_seconds, check_words
 
 app = typer.Typer(
     help="Train a PyTorch model on one GPU, a machine, or a cluster, from one script.",
@@ -51,10 +51,7 @@ def run(
     context_settings=AS_TYPED,
 )
 def launch(
-    words: Annotated[
-        list[str],
-        typer.Argument(metavar="SCRIPT ...", help="a script, or -m MODULE, and its flags"),
-    ],
+    words: ScriptWords,
     gpus: Annotated[str, typer.Option(help="processes here, one per GPU, or 'all'")] = "all",
     nodes: Annotated[
         int | None, typer.Option(help="machines that train together; 1 if not given")
@@ -108,10 +105,7 @@ def plan(
     context_settings=AS_TYPED,
 )
 def submit(
-    words: Annotated[
-        list[str],
-        typer.Argument(metavar="SCRIPT ...", help="a script, or -m MODULE, and its flags"),
-    ],
+    words: ScriptWords,
     nodes: Annotated[int, typer.Option(help="machines that train together")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="and processes, one per GPU")] = 1,
     cpus_only: Annotated[bool, typer.Option("--cpus-only", help="ask for no GPU")] = False,
@@ -272,7 +266,9 @@ def doctor(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- COMMAND ...]", help="the job about to run, as you would type it"
+            callback=check_words,
+            metavar="[-- COMMAND ...]",
+            help="the job about to run, as you would type it",
         ),
     ] = None,
     seconds: Annotated[

@@ -1,7 +1,7 @@
 """`lockstep rehearse -- COMMAND`: the very command in miniature, killed and resumed.
 
 Owns: starting the command, killing a rank at its first checkpoint, starting it again, and
-what was seen of each phase. Does not own: how a run shrinks (`lockstep.rehearsal`), what its
+what was seen of each phase. Does not own: how a run shrinks (`lockstep.run.rehearsal`), what its
 processes do differently (`stage.py`).
 
 What happened is read from the run's own record, `events/rank_0.jsonl`, and from the notes of
@@ -105,7 +105,7 @@ class Rehearsal:
         self.limit_s = limit_s
         self.tell = tell
         self.report = Report(self.words, without=tuple(without))
-        self.env = build_stage(stage)
+        self.env = {**build_stage(stage), "LOCKSTEP_TRACEBACK": "1"}  # `Told` reads it
         self.output = stage / "output.txt"
         self.began = time.time()
         self.killed_at: float | None = None

@@ -112,7 +112,7 @@ class Stage:
     def scenes(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return what to do to which module once it is imported."""
         return {
-            "lockstep.setup": self.enter_setup,
+            "lockstep.run.build": self.enter_setup,
             "lockstep.data.loader": self.enter_loader,
             "lockstep.checkpoint.store": self.enter_store,
         }
@@ -124,7 +124,7 @@ class Stage:
 
     def note(self, event: str, step: int = 0, **more: Any) -> None:
         """Tell the onlooker."""
-        from lockstep.runtime import launched  # which the command has imported by now
+        from lockstep.dist.environment import launched  # which the command has imported by now
 
         launch = launched()
         said = {"event": event, "step": step, "time": time.time(), "pid": os.getpid()}
@@ -210,7 +210,7 @@ class Beginning:
 
 def with_a_middle(config: Any, goes_on: bool) -> Any:
     """Return a rehearsal's config that also evaluates and saves half-way, and can go on."""
-    from lockstep.rehearsal import STEPS, rehearsed
+    from lockstep.run.rehearsal import STEPS, rehearsed
 
     config = rehearsed(config)
     total = config.max_steps or config.epochs or STEPS

@@ -1,18 +1,49 @@
 """What several verbs have in common: a command after them, and options in seconds.
 
-Owns: that the command is taken as it was typed, flags and all, and that a time is a time. Does
-not own: any verb.
+Owns: that the command is taken as it was typed, flags and all, that it is no mistyped option of the
+verb's own, and that a time is a time. Does not own: any verb.
 """
 
-from typing import Annotated
+import os
+from typing import Annotated, TypeVar
 
 import typer
 
-from lockstep.detect import MAX_TIMEOUT_S
-from lockstep.errors import ConfigError
+from lockstep.dist.detect import MAX_TIMEOUT_S
+from lockstep.errors import ConfigError, closest, plain
 
 AS_TYPED = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-Words = Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", help="as you would type it")]
+"""With these settings a verb takes an unknown option for the first word: see `check_words`."""
+Typed = TypeVar("Typed", bound=list[str] | None)
+
+
+def check_words(context: typer.Context, words: Typed) -> Typed:
+    """Refuse a command that begins with an option: it was meant for the verb, and is mistyped."""
+    first = words[0].partition("=")[0] if words is not None and words else ""
+    if not first.startswith("-") or first == "-m" or os.path.exists(first):
+        return words
+    verb = context.command_path.removeprefix(f"{context.find_root().command_path} ")
+    options = {"--help"}
+    for parameter in context.command.params:
+        options |= {*parameter.opts, *parameter.secondary_opts}
+    known = sorted(name for name in options if name.startswith("--"))
+    near = closest(f"--{first.lstrip('-')}", known)
+    raise ConfigError(
+        f"{verb} has no option {plain(first)}",
+        f"did you mean {near}?" if near else f"run lockstep {verb} --help for its options",
+    )
+
+
+Words = Annotated[
+    list[str],
+    typer.Argument(callback=check_words, metavar="-- COMMAND ...", help="as you would type it"),
+]
+ScriptWords = Annotated[
+    list[str],
+    typer.Argument(
+        callback=check_words, metavar="SCRIPT ...", help="a script, or -m MODULE, and its flags"
+    ),
+]
 
 
 def check_seconds(option: typer.CallbackParam, value: float) -> float:

@@ -27,9 +27,9 @@ from torch.utils.data import TensorDataset
 
 from lockstep.data.contents import contents_of, same_contents
 from lockstep.data.reader import is_stream, names_of, sample_seeds
+from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError
 from lockstep.randomness import set_all, untouched
-from lockstep.runtime import World
 
 MAX_ENTRIES = 4096
 """Of more samples, several share an entry: a checkpoint keeps at most 32 kB."""
@@ -43,7 +43,7 @@ READ_S = 20.0
 """How long reading them may take; half of it, and no further one is begun."""
 
 
-def is_full_print_due(world: World) -> bool:
+def is_full_print_due(world: Collectives) -> bool:
     """Say whether this rank calls `fingerprint()`: the ranks of a node see the same files."""
     return world.is_first or world.local_rank == 0
 
@@ -80,7 +80,7 @@ def take_print(
 
 
 def check_same_samples(
-    what: str, dataset: Any, own: Mapping[str, Any], world: World, remedy: str
+    what: str, dataset: Any, own: Mapping[str, Any], world: Collectives, remedy: str
 ) -> bool:
     """Refuse ranks whose prints of a data set differ from the first rank's. Collective.
 

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import LoaderConfig, read_leaves
 from lockstep.data.order import Sequential, leaves_of
-from lockstep.data.reader import Collate, MicroBatch, build_reader
+from lockstep.data.reader import Collate, build_reader
+from lockstep.dist.collectives import Collectives
 from lockstep.plan import BatchPlan
-from lockstep.runtime import World
 
 _log = logging.getLogger("lockstep")
 
@@ -19,7 +20,7 @@ _log = logging.getLogger("lockstep")
 def read_held_out(
     dataset: Any,
     batch_size: int,
-    world: World,
+    world: Collectives,
     seed: int,
     collate: Collate,
     config: LoaderConfig,

@@ -5,21 +5,23 @@ and handing them out a step at a time. Does not own: the order, the reading of a
 leaf, the copy to the device.
 """
 
+import json
 import logging
 import math
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from torch.utils.data import default_collate
 
-from lockstep.agreement import check_alike
+from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.feed import to_device
 from lockstep.data.fingerprint import (
     NUM_SAMPLES,
     check_same_samples,
+    differences,
     is_full_print_due,
     take_print,
 )
@@ -33,19 +35,13 @@ from lockstep.data.order import (
     num_leaves_of,
     step_of,
 )
-from lockstep.data.reader import (
-    Collate,
-    LeafReader,
-    MicroBatch,
-    StreamReader,
-    build_reader,
-    is_stream,
-)
+from lockstep.data.reader import Collate, LeafReader, StreamReader, build_reader, is_stream
 from lockstep.data.workers import read_in_workers
-from lockstep.detect import MAX_TIMEOUT_S
+from lockstep.dist.agreement import check_alike
+from lockstep.dist.collectives import Collectives
+from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.errors import ConfigError, DataError, own_exit_code
-from lockstep.plan import BatchConfig, BatchPlan, plan_batches, resume_plan
-from lockstep.runtime import World
+from lockstep.plan import BatchConfig, BatchPlan, CutChange, plan_batches, resume_plan
 
 _log = logging.getLogger("lockstep")
 
@@ -74,19 +70,6 @@ class LoaderConfig(BaseModel):
     on_bad_sample: Literal["stop", "skip"] = "stop"
 
 
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """What one rank computes in one step."""
-
-    step: int
-    epoch: int
-    micro_batches: list[MicroBatch]
-    consumed: int
-    """Samples the whole run has consumed once this step is done."""
-    num_leaves: int = 0
-    """Micro-batches of the step on all ranks together."""
-
-
 class Loader:
     """Iterate over the steps of a run: `for batch in Loader(dataset, world, batch_size=32)`.
 
@@ -94,12 +77,16 @@ class Loader:
 
     Give `plan` or `batch_size`. Set `consumed` (a checkpoint holds it) to go on
     where a run stopped: reading seeks there, nothing is read again.
+
+    A resume on other ranks may cut a step into other micro-batches. `train_step` refuses them
+    where that changes the loss, unless `accept_changes` is true. The first iteration after a
+    resume likewise refuses data that changed since the checkpoint.
     """
 
     def __init__(
         self,
         dataset: Any,
-        world: World,
+        world: Collectives,
         *,
         batch_size: int = 32,
         plan: BatchPlan | None = None,
@@ -109,7 +96,10 @@ class Loader:
         order: Order | None = None,
         collate: Collate = default_collate,
         config: LoaderConfig | None = None,
+        accept_changes: bool = False,
     ) -> None:
+        self._accepts_changes = accept_changes
+        self._changed_cut: CutChange | None = None
         self.plan = plan or plan_for(dataset, BatchConfig(batch_size=batch_size), world.size)
         if max_steps is None and is_stream(dataset):
             raise ConfigError("a data set without length has no epochs to count", "max_steps=1000")
@@ -122,6 +112,10 @@ class Loader:
         self.consumed = self._shift = 0
         self._config = config or LoaderConfig()
         self._reader = build_reader(dataset, self.order, seed, collate, self._config.on_bad_sample)
+        self._print: dict[str, Any] | None = None
+        """What the data hold, taken once; see `take_print`."""
+        self._saved_print: dict[str, Any] = {}
+        """What the data held at the checkpoint, until they are compared with it."""
         self.is_compared = world.size == 1
         """Whether ranks are known to see the same samples."""
         if isinstance(self._reader, StreamReader) and not self.is_compared:
@@ -163,12 +157,15 @@ class Loader:
         self._shift = step - step_of(self.plan, consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, one integer, and the plan and seed it was counted under."""
-        under = {"plan": asdict(self.plan), "seed": self._reader.seed}
+        """Return the whole state, one integer, and the plan, seed and data it was counted under."""
+        under = {"plan": asdict(self.plan), "seed": self._reader.seed, "data": self._take_print()}
         return {"step": self.step, "consumed": self.consumed, **under}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after as many samples as `state_dict` counted, with the same global batch.
+
+        The first iteration compares the data with those of the checkpoint, if it says what they
+        held.
 
         Raises:
             ConfigError: if samples, batch size or seed have changed since.
@@ -179,13 +176,18 @@ class Loader:
         if self.plan.leaf_size != stored.leaf_size and self._world.is_first:
             _log.warning(
                 "resumed on %d ranks instead of %d: micro-batches of %d samples instead of %d, "
-                "still %d samples a step; batch normalisation sees one micro-batch at a time",
+                "still %d samples a step",
                 self.plan.world_size,
                 stored.world_size,
                 self.plan.leaf_size,
                 stored.leaf_size,
                 self.plan.global_batch,
             )
+        if not self._accepts_changes:
+            change = CutChange(stored, self.plan)
+            self._changed_cut = change if change.matters else None
+        self._saved_print = state.get("data", {})
+        self._print = None  # to be taken of the samples that the checkpoint knows
         self.seek(state["step"], state["consumed"])
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -199,7 +201,8 @@ class Loader:
             mine = self._read_step(read, math.ceil(num_leaves / plan.world_size))
             # Consumed, not fetched: whoever saves inside the loop body has trained on this step.
             self.consumed = consumed_after(plan, step - shift)
-            yield StepBatch(step, mine[0].leaf.epoch, mine, self.consumed, num_leaves)
+            epoch, change = mine[0].leaf.epoch, self._changed_cut
+            yield StepBatch(step, epoch, mine, self.consumed, num_leaves, change)
 
     @own_exit_code()
     def _begin_together(self) -> None:
@@ -207,10 +210,41 @@ class Loader:
         place = f"step {self.step} of {self.total_steps}, {self.plan.num_samples} samples"
         check_alike("places to begin", place, self._world)
         if not self.is_compared and not is_stream(self.dataset):
-            is_full = is_full_print_due(self._world)
-            own = take_print(self.dataset, self._reader.seed, is_full=is_full)
+            own = self._take_print()
             check_same_samples("training", self.dataset, own, self._world, SAME_DATA)
             self.is_compared = True
+        self._check_unchanged()
+
+    def _take_print(self) -> dict[str, Any]:
+        """Return what the data hold, of the samples that the checkpoint knows if there is one."""
+        if self._print is None:
+            is_full = is_full_print_due(self._world)
+            seed, saved = self._reader.seed, self._saved_print
+            self._print = take_print(self.dataset, seed, saved or None, is_full)
+            self._print.pop("old_samples", None)
+        return self._print
+
+    def _check_unchanged(self) -> None:
+        """Refuse data that are not those of the checkpoint. Collective after a resume."""
+        saved = self._saved_print
+        if not saved:
+            return
+        own = differences(saved, self._take_print(), self.dataset)
+        self._saved_print = {}
+        # Not every rank has looked into all files: what one has found counts for all.
+        found = map(json.loads, self._world.all_texts(json.dumps(own)))
+        change = next((said for said in found if said), "")
+        if not change:
+            return
+        problem = f"the training data changed since the checkpoint: {change}"
+        if not self._accepts_changes:
+            error = ConfigError(
+                problem, "train on the data of the checkpoint, or pass Loader(accept_changes=True)"
+            )
+            error.is_shared = True
+            raise error
+        if self._world.is_first:
+            _log.warning("%s; accepted", problem)
 
     @own_exit_code()
     def _read_step(self, read: Iterator[MicroBatch], num_leaves: int) -> list[MicroBatch]:
@@ -243,7 +277,7 @@ def plan_for(dataset: Any, batch: BatchConfig, world_size: int) -> BatchPlan:
 
 
 def read_leaves(
-    reader: LeafReader, leaves: Iterable[Leaf], config: LoaderConfig, world: World
+    reader: LeafReader, leaves: Iterable[Leaf], config: LoaderConfig, world: Collectives
 ) -> Iterator[MicroBatch]:
     """Read leaves, in worker processes and a few ahead if asked, and move them to the device."""
     read: Generator[MicroBatch] = (reader[leaf] for leaf in leaves)

@@ -8,15 +8,15 @@ call (`__getitems__`), by the first sample of it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset
 
+from lockstep.data.batch import MicroBatch
 from lockstep.data.contents import contents_of
-from lockstep.data.feed import pin
 from lockstep.data.order import Ids, Leaf, Order, mix
 from lockstep.errors import DataError, LockstepError
 from lockstep.randomness import derive_seed, others_were_used, seed_all, set_all, untouched
@@ -25,45 +25,6 @@ Collate = Callable[[list[Any]], Any]
 
 WINDOW = 1024
 """How many positions are looked up at once: 16 cost an order nearly as much."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFault:
-    """A worker process that was lost over a leaf, and replaced."""
-
-    pid: int
-    happened: str
-    seconds: float
-    """Lost by it: from when the leaf was needed until it was there."""
-
-    def __str__(self) -> str:
-        return f"loader worker {self.pid} {self.happened}; replaced, {self.seconds:.2g} s lost"
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One leaf, read: the collated data and the ids of the samples in it."""
-
-    leaf: Leaf
-    ids: Ids
-    data: Any
-    skipped: tuple[tuple[int, str], ...] = ()
-    error: tuple[str, str] | None = None
-    faults: tuple[WorkerFault, ...] = ()
-
-    @property
-    def counts(self) -> bool:
-        """Say whether this micro-batch adds to the step; a borrowed one only keeps company."""
-        return not self.leaf.borrowed
-
-    @property
-    def visited(self) -> Ids:
-        """Return every sample that was tried, bad ones included: what the ledger counts."""
-        return np.append(self.ids, [s for s, _ in self.skipped]) if self.skipped else self.ids
-
-    def pin_memory(self) -> "MicroBatch":
-        """Return it with the data in page-locked memory."""
-        return replace(self, data=pin(self.data))
 
 
 def is_stream(dataset: Any) -> bool:

@@ -31,8 +31,9 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import signal_handling
 
+from lockstep.data.batch import MicroBatch, WorkerFault
 from lockstep.data.order import Leaf
-from lockstep.data.reader import LeafReader, MicroBatch, WorkerFault, names_of
+from lockstep.data.reader import LeafReader, names_of
 from lockstep.errors import DataError
 from lockstep.signals import leave_signals_to_parent
 

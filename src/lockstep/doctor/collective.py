@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lockstep.runtime import World
+from lockstep.dist.world import World
 from lockstep.testing import run_ranks
 
 GROUP_S = 20.0

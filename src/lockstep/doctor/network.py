@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from lockstep.detect import collective_timeout_s, detect_launch
+from lockstep.dist.detect import collective_timeout_s, detect_launch
 from lockstep.doctor.command import DEFAULT_PORT, Command
 from lockstep.doctor.report import Result, bytes_text, fail, ok, seconds_text, skip, warn
 from lockstep.errors import LaunchError, shown

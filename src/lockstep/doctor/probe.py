@@ -25,26 +25,28 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-import lockstep.setup
-import lockstep.step
+import lockstep.run.build
+import lockstep.step.train_step
 import lockstep.trainer
-from lockstep.average import Averages
 from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock, flatten, snapshot
 from lockstep.checkpoint.layout import flush_folder, num_bytes
 from lockstep.config import RunConfig
-from lockstep.data.loader import Loader, StepBatch
+from lockstep.data.batch import StepBatch
+from lockstep.data.loader import Loader
 from lockstep.data.order import leaves_of
 from lockstep.data.reader import build_reader, is_stream
-from lockstep.detect import Launch
+from lockstep.dist.detect import Launch
+from lockstep.dist.environment import launched, leave_process
+from lockstep.dist.world import World, choose_device
 from lockstep.doctor.findings import Findings
 from lockstep.errors import DataError, LockstepError
 from lockstep.launch.worker import run_script
 from lockstep.randomness import seed_all, seed_everything
-from lockstep.resuming import agree_on_contract, choose_checkpoint
-from lockstep.runtime import World, choose_device, launched, leave_process
+from lockstep.run.average import Averages
+from lockstep.run.build import choose_precision
+from lockstep.run.resume import agree_on_contract, choose_checkpoint
 from lockstep.schedule import warmup_length
-from lockstep.setup import choose_precision
-from lockstep.step import train_step
+from lockstep.step.train_step import train_step
 from lockstep.task import Task
 
 LOOK_S = 3.0
@@ -90,7 +92,7 @@ class Look:
         if stage in self.found.problems and not goes_on:
             raise Stop
 
-    def fit(self, task: Task, config: RunConfig) -> NoReturn:
+    def fit(self, task: Task, config: RunConfig, callbacks: Sequence[Any] = ()) -> NoReturn:
         """Look at everything that `fit` would use, and end the process."""
         try:
             self.look(task, config)
@@ -368,9 +370,9 @@ def watch(look: Look) -> None:
     """Put the look in the place of `fit`, and of the loops that go without it."""
     trainer: Any = lockstep.trainer
     trainer.fit = look.fit
-    setup: Any = lockstep.setup
-    setup.prepare = lambda task, config, world, stack: look.fit(task, config)
-    step: Any = lockstep.step
+    setup: Any = lockstep.run.build
+    setup.prepare = lambda task, config, *more: look.fit(task, config)
+    step: Any = lockstep.step.train_step
     step.train_step = _first_step(look)
 
     def train(build: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> NoReturn:

@@ -22,6 +22,7 @@ from lockstep.launch.failure import (
     FINAL_CODES,
     Failure,
     find_failure,
+    from_record,
     waited_in_vain,
 )
 from lockstep.launch.ranks import Ranks
@@ -83,11 +84,11 @@ class Agent(LocalElasticAgent):
                 say(f"lockstep: other machines have ended\n{ranks.where()}")
         ranks.look()
         codes = ranks.codes
-        if all(code == 0 for code in codes):
+        failure = find_failure(ranks)
+        if failure is None and all(code == 0 for code in codes):
             context.close()  # shows what is left of their logs
             returned = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=returned)
-        failure = find_failure(ranks)
         if failure is None:
             return RunResult(state=WorkerState.HEALTHY)
         others = ranks.where() if waited_in_vain(ranks, codes) else ""
@@ -123,7 +124,7 @@ class Agent(LocalElasticAgent):
         requested = self.stop.requested
         deadline = time.monotonic() + timeout
         if self.ranks is not None and requested is not None:
-            self.ranks.end(requested, lambda: self.stop.deadline)
+            self.ranks.end(requested, lambda: self.stop.deadline, report_slow=say)
         elif self.ranks is not None:
             self.ranks.end(death_sig, lambda: deadline)
         super()._shutdown(death_sig, timeout)
@@ -138,7 +139,10 @@ class Agent(LocalElasticAgent):
         if self.ranks.unsaved():
             say(self.stop.not_saved_text(self.ranks))
             return EXIT_NOT_SAVED
-        if EXIT_NOT_SAVED in codes:  # the rank has said it
+        if EXIT_NOT_SAVED in codes:
+            # A rank that leaves by an error has written it down; by a second signal, has said it.
+            told = [one for one in self.ranks.records() if one["code"] == EXIT_NOT_SAVED]
+            say(from_record(told[0]).text(0, is_loop=False) if told else "")
             return EXIT_NOT_SAVED
         if not any(codes):
             return 0

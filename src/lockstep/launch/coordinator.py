@@ -13,7 +13,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.addresses import BACKLOG, LOOPBACK
+from lockstep.dist.addresses import BACKLOG, LOOPBACK
 from lockstep.launch.handshake import (
     BROKEN,
     HANDSHAKE_S,

@@ -4,35 +4,29 @@ Owns: finding the rank that failed first, naming it, and the exit codes that are
 own: looking at the ranks (`ranks.py`), or starting them again (`agent.py`).
 """
 
-import re
 import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.errors import LeftEarlyError
 from lockstep.launch.ranks import Ranks
 from lockstep.launch.worker import identity_of
 from lockstep.signals import EXIT_CODES, EXIT_NOT_SAVED
+from lockstep.torch_errors import PEER_GONE, TIMED_OUT, is_of_collective
 
 CRASH_LOOP = 3
 """So many times the same failure at the same step, and it is not tried again."""
 EXIT_CRASH_LOOP = 4
-EXIT_EARLY = 6
-"""A rank's script ended with 0 while the others still needed it."""
+EXIT_EARLY = LeftEarlyError.exit_code
+"""A rank's script ended with 0 inside a run, or while the others still needed it."""
 FINAL_CODES = {2, 3, EXIT_NOT_SAVED, EXIT_EARLY, *EXIT_CODES.values()}
 """Not tried again: a request that cannot work, a non-finite loss, a script that ends too early on
 one rank, a stop that was asked for. The same would happen the second time."""
 RESUME = "start the same command again; it resumes from the newest checkpoint"
 FIND_KILLER = "look at what the script does in that step, and in dmesg for who sends the signal"
 LESS_MEMORY = "lower batch.batch_size or loader.num_workers, or ask for more memory"
-LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|timed? ?out(?!_s)", re.IGNORECASE)
-"""What torch says when another rank did not answer; `timeout_s` is a setting of ours."""
-COLLECTIVE_MODULE = "torch.distributed"
-"""Where the errors of NCCL and of the store are defined."""
-GLOO_SOURCE = re.compile(r"\bgloo/\w+/")
-"""What a plain RuntimeError of gloo contains: the path of the source file that raised it."""
-TIMED_OUT = re.compile(r"timed? ?out(?!_s)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +64,8 @@ def find_failure(ranks: Ranks) -> Failure | None:
     Call it before those that are left are ended: they would be taken for the cause.
     """
     failed = {local: code for local, code in enumerate(ranks.codes) if code}
+    if not failed and not ranks.living:
+        return _left_run(ranks)
     if not failed:
         return _abandoned(ranks) if ranks.is_abandoned else None
     for local, code in failed.items():
@@ -89,7 +85,8 @@ def from_record(record: Mapping[str, Any]) -> Failure:
         return from_code(rank, code)
     notes = [note.removeprefix(f"on rank {rank}, ") for note in record["notes"]]
     where = ", ".join([f"rank {rank} on {record['host']}", *notes])
-    lines = (record["traceback"].rstrip(), f"lockstep: {where}: {error}")
+    trace = record["traceback"].rstrip()  # none for an error raised on purpose
+    lines = (*filter(None, [trace]), f"lockstep: {where}: {error}")
     return Failure(rank, code, lines, identity_of(error, record["notes"]))
 
 
@@ -153,14 +150,25 @@ def _left_early(ranks: Ranks, failed: Mapping[str, Any]) -> Failure | None:
 
 
 def _has_lost_peer(failed: Mapping[str, Any]) -> bool:
-    """Say whether a rank failed in a collective because another rank did not answer.
+    """Say whether a rank failed in a collective because another rank did not answer."""
+    error = failed["error"]
+    is_lost = PEER_GONE.search(error) or TIMED_OUT.search(error)
+    return bool(is_lost) and is_of_collective(error, failed["error_module"])
 
-    The text alone does not tell: an upload can time out, too.
-    """
-    is_collective = failed["error_module"] == COLLECTIVE_MODULE or GLOO_SOURCE.search(
-        failed["error"]
-    )
-    return bool(is_collective and LOST_PEER.search(failed["error"]))
+
+def _left_run(ranks: Ranks) -> Failure | None:
+    """Return the exit of ranks that were all inside a run, of which they could say nothing."""
+    inside = [local for local in range(len(ranks.codes)) if ranks.position(local).is_in_run]
+    if not inside:
+        return None
+    rank = ranks.first + inside[0]
+    what = f"lockstep: rank {rank} on {socket.gethostname()} exited with code 0"
+    where = " ".join(filter(None, [what, ranks.position(inside[0]).text()]))
+    line = f"{where}, inside a run that had not finished"
+    if len(inside) > 1:
+        line += f"; so did {len(inside) - 1} more"
+    remedy = "find what ends the process there: os._exit() in a thread, or exit() in C code"
+    return Failure(rank, EXIT_EARLY, (line,), remedy=remedy)
 
 
 def _abandoned(ranks: Ranks) -> Failure | None:

@@ -38,11 +38,12 @@ is_crash_loop() {
   (($(grep -cFxe "$error" "$errors") >= crash_loop))
 }
 
-# Back to the queue; started again, the run goes on from its newest checkpoint.
+# Back to the queue; started again, the run goes on from its newest checkpoint. SLURM answers with a
+# SIGTERM to every process of the job. It must not end scontrol, which may not have exited yet.
 requeue() {
   if ((${SLURM_RESTART_COUNT:-0} >= requeues)); then
     say "$1; not queued again: --requeues $requeues"
-  elif scontrol requeue "$SLURM_JOB_ID"; then
+  elif (trap '' TERM; exec scontrol requeue "$SLURM_JOB_ID"); then
     say "$1; the job is back in the queue"
     sleep 600 # until SLURM ends this script
   else

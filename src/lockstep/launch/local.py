@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lockstep.addresses import LOOPBACK, check_loopback, interface_towards
+from lockstep.dist.addresses import LOOPBACK, check_loopback, interface_towards
 from lockstep.errors import LaunchError, plain, shown
 from lockstep.launch.handshake import TOKEN_VARIABLE
 from lockstep.launch.member import Membership, Place, parse_head
 from lockstep.launch.stopping import SIGNALS, Stopped, StopRequest
-from lockstep.launch.worker import check_script, work
+from lockstep.launch.worker import check_module, check_script, work
 from lockstep.text_input import LARGEST
 
 if TYPE_CHECKING:
@@ -187,6 +187,8 @@ def preloaded(restarts: int) -> list[str]:
 def _check(command: LaunchRequest) -> None:
     """Refuse what cannot start, before anything does."""
     check_script(command.words)
+    if command.words[0] == "-m":
+        check_module(command.words[1])
     if command.num_nodes > 1 and not command.head:
         raise LaunchError(
             f"--nodes {shown(command.num_nodes)} needs the address of node 0",

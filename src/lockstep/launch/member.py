@@ -19,7 +19,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lockstep.addresses import LOOPBACK, own_addresses
+from lockstep.dist.addresses import LOOPBACK, own_addresses
 from lockstep.errors import LaunchError, shown
 from lockstep.launch import coordinator
 from lockstep.launch.coordinator import Coordinator

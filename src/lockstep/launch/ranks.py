@@ -14,9 +14,9 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep.dist.position import Position
 from lockstep.launch.memory import MemoryWatch
 from lockstep.launch.worker import PLACE, POSITION, RECORD
-from lockstep.position import Position
 
 ANSWER_S = 0.5
 """How long a rank may take to write down where it is."""
@@ -28,6 +28,8 @@ ABANDONED_S = 10.0
 may be on their way out, one faster than the other."""
 JOINING_S = 1.0
 """How long a rank that is to stop may wait for others to start. It has nothing to save."""
+SLOW_S = 10.0
+"""Ranks that have not stopped so long after they were asked to are named, with where they are."""
 REAP_S = 5.0
 """How long the kernel may take to end a killed process: a stuck disk or GPU may hold it."""
 
@@ -124,18 +126,38 @@ class Ranks:
 
     def where(self) -> str:
         """Ask the ranks that have not ended where they are, and say it."""
+        places = self._ask_places()
+        return "".join(
+            f"lockstep: rank {self.first + local} had not ended; it was at\n{place}"
+            for local, place in places.items()
+        )
+
+    def not_stopped(self) -> str:
+        """Say which ranks have not stopped, after which step, and where they are."""
+        text = ""
+        for local, place in self._ask_places().items():
+            who = f"rank {self.first + local} has not stopped yet"
+            said = ", ".join(filter(None, [who, self.position(local).text()]))
+            text += f"lockstep: {said}; it is at\n{place}"
+        return text
+
+    def _ask_places(self) -> dict[int, str]:
+        """Return the innermost calls of the ranks that have not ended, by local rank."""
         asked = [local for local in self.living if (self.folders[local] / PLACE).exists()]
+        sizes = {local: (self.folders[local] / PLACE).stat().st_size for local in asked}
         for local in asked:
             pid = self.processes[local].pid
             with suppress(ProcessLookupError):  # it has ended since
                 os.kill(pid or 0, signal.SIGUSR2)
         time.sleep(ANSWER_S)
-        text = ""
+        places = {}
         for local in asked:
-            frames = (self.folders[local] / PLACE).read_text().splitlines()[1 : 1 + FRAMES]
-            text += f"lockstep: rank {self.first + local} had not ended; it was at\n"
-            text += "".join(f"{frame}\n" for frame in frames or ["  (no answer: stopped or gone)"])
-        return text
+            # A rank adds to the file each time it is asked.
+            answer = (self.folders[local] / PLACE).read_bytes()[sizes[local] :]
+            frames = answer.decode(errors="replace").splitlines()[1 : 1 + FRAMES]
+            lines = frames or ["  (no answer: stopped or gone)"]
+            places[local] = "".join(f"{line}\n" for line in lines)
+        return places
 
     def send(self, number: signal.Signals, receivers: Sequence[int]) -> None:
         """Send a signal to local ranks."""
@@ -143,7 +165,12 @@ class Ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.processes[local].pid or 0, number)
 
-    def end(self, number: signal.Signals, deadline: Callable[[], float]) -> None:
+    def end(
+        self,
+        number: signal.Signals,
+        deadline: Callable[[], float],
+        report_slow: Callable[[str], None] | None = None,
+    ) -> None:
         """Ask the ranks to end, wait until `deadline`, and kill those that are left.
 
         A rank that needs another which has ended cannot save, and a rank that waits for others to
@@ -152,6 +179,7 @@ class Ranks:
         Args:
             number: The signal to ask with.
             deadline: Returns a time of the monotonic clock; it may change meanwhile.
+            report_slow: Told once, after SLOW_S, which ranks have not stopped, and where they are.
         """
         began = time.monotonic()
         self.send(number, self.living)
@@ -164,6 +192,9 @@ class Ranks:
             if time.monotonic() - began > JOINING_S:
                 joining = [local for local in self.living if self.position(local).is_joining]
                 self.send(signal.SIGKILL, joining)
+            if report_slow is not None and time.monotonic() - began > SLOW_S:
+                report_slow(self.not_stopped())
+                report_slow = None
         self.send(signal.SIGKILL, self.living)
         until = time.monotonic() + REAP_S
         while self.living and time.monotonic() < until:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from lockstep.addresses import LOOPBACK, listen_on_loopback
+from lockstep.dist.addresses import LOOPBACK, listen_on_loopback
 from lockstep.launch.member import Membership, RendezvousOverError
 
 STORE_TIMEOUT = timedelta(seconds=60)

@@ -1,5 +1,7 @@
 """Signals to the launcher: the first lets the ranks save, the second ends them at once.
 
+Which signal counts as the second, `lockstep.signals` says: SLURM's own notices do not.
+
 Owns: who is told what and when, how long ranks may save, ending every process that descends from
 the launcher. Does not own: saving (each rank does, `lockstep.signals`), or what a rank's end means
 (`failure.py`).
@@ -24,7 +26,14 @@ from typing import Any, NoReturn, Self
 import psutil
 
 from lockstep.launch.ranks import Ranks, has_work
-from lockstep.signals import ECHO_S, EXIT_CODES, EXIT_NOT_SAVED
+from lockstep.signals import (
+    ECHO_S,
+    EXIT_CODES,
+    EXIT_NOT_SAVED,
+    SLURM_NOTICES,
+    Heard,
+    Hearing,
+)
 from lockstep.text_input import whole_number
 
 SIGNALS = tuple(number.name for number in EXIT_CODES)
@@ -138,8 +147,7 @@ class StopRequest:
 
     def _listen(self) -> None:
         leave_by: float | None = None
-        asked_by: int | None = None
-        asked_at = 0.0
+        hearing = Hearing("SLURM_JOB_ID" in self._environment)
         while True:
             left_s = None if leave_by is None else max(0.0, leave_by - time.monotonic())
             if not select.select([self._reader], (), (), left_s)[0]:
@@ -149,14 +157,11 @@ class StopRequest:
                 return
             if number not in self._numbers:
                 continue
-            # SLURM warns with SIGUSR1 and sends SIGTERM at the time limit: no second request.
-            was_warned = asked_by == signal.SIGUSR1 != number
-            if asked_by is None or was_warned:
-                asked_by = number
-                asked_at = time.monotonic()
-                leave_by = asked_at + self._begin(signal.Signals(number))
-            elif time.monotonic() - asked_at > ECHO_S:
-                self._end_now()
+            match hearing.hear(signal.Signals(number)):
+                case Heard.FIRST | Heard.NOTICE:
+                    leave_by = time.monotonic() + self._begin(signal.Signals(number))
+                case Heard.SECOND:
+                    self._end_now()
 
     def _begin(self, number: signal.Signals) -> float:
         """Say what happens now, and return how long it may take."""
@@ -167,10 +172,15 @@ class StopRequest:
         grace_s = save_time_s(number, self._environment, self._kill_wait_s)
         self.deadline = time.monotonic() + grace_s
         again = "press Ctrl-C again" if number == signal.SIGINT else f"send {number.name} again"
-        by_slurm = " (SLURM may kill them earlier)" if "SLURM_JOB_ID" in self._environment else ""
+        again += f", {ECHO_S:g} s or more from now,"
+        by_slurm = ""
+        if "SLURM_JOB_ID" in self._environment:
+            by_slurm = " (SLURM may kill them earlier)"
+            if number in SLURM_NOTICES:
+                again = f"send SIGINT twice, {ECHO_S:g} s or more apart,"
         write_line(
             f"lockstep: stopping: ranks may save for up to {grace_s:.0f} s{by_slurm}; "
-            f"{again}, {ECHO_S:g} s or more from now, to end them without saving"
+            f"{again} to end them without saving"
         )
         return grace_s + REPORT_S
 

@@ -21,19 +21,22 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from lockstep import position
-from lockstep.errors import LaunchError, LockstepError, shown
+from lockstep.dist import position
+from lockstep.dist.detect import LAUNCH_ID, shows_traceback
+from lockstep.errors import LaunchError, LockstepError, plain, sentence, shown
 from lockstep.signals import StopSignals
 
 RECORD = "end.json"
 """How a rank's script ended, and when."""
 POSITION = "position.bin"
-"""How far a rank has come; see `lockstep.position`."""
+"""How far a rank has come; see `lockstep.dist.position`."""
 PLACE = "place.txt"
 """Where a rank writes down what it is at, when its launcher asks with SIGUSR2."""
 FIRST_FAILURE = "LOCKSTEP_FIRST_FAILURE"
@@ -45,6 +48,7 @@ def work(*words: str) -> None:
     """Run `python *words` in this process."""
     atexit.unregister(os._exit)  # what `warm` put there was meant for the process it is in
     end_with_parent()
+    os.environ[LAUNCH_ID] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     if os.environ["LOCAL_RANK"] == "0":
         keep_log(folder)  # what copies it must not die of a signal to everyone
@@ -79,7 +83,7 @@ def work(*words: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_record(folder, code)
     note_end(code)
-    from lockstep.runtime import let_gloo_finish
+    from lockstep.dist.process_group import let_gloo_finish
 
     atexit.unregister(let_gloo_finish)  # this process does not take its interpreter down
     atexit._run_exitfuncs()  # a forked process would leave them out, and W&B relies on them
@@ -121,12 +125,75 @@ def check_script(words: Sequence[str]) -> None:
         LaunchError: if there is no such script, or no module is named.
     """
     script = words[0] if words else ""
-    if script == "-m" and len(words) < 2:
-        raise LaunchError("-m without a module", "pass -m MODULE and its flags")
-    if script != "-m" and not os.path.isfile(script):
+    if script == "-m":
+        if len(words) < 2:
+            raise LaunchError("-m without a module", "pass -m MODULE and its flags")
+    elif os.path.isdir(script):
+        raise LaunchError(
+            f"{shown(script)} is a folder, not a script",
+            f"pass a script in it: {plain(os.path.join(script, 'train.py'))}",
+        )
+    elif not os.path.isfile(script):
         raise LaunchError(
             f"there is no script {shown(script)}", "pass its path from here, or -m MODULE"
         )
+
+
+def check_module(name: str) -> None:
+    """Refuse a module that `run_script` could not run.
+
+    Raises:
+        LaunchError: if it cannot be found from here, or cannot be run as a program.
+    """
+    searched = sys.path.copy()
+    sys.path.insert(0, os.getcwd())  # where `run_script` looks first
+    try:
+        found = _find_module(name)
+        is_package = found is not None and found.submodule_search_locations is not None
+        main = _find_module(f"{name}.__main__") if is_package else found
+    except (Exception, SystemExit):  # a package's own: ranks report it, with the traceback
+        return
+    finally:
+        sys.path[:] = searched
+    if found is None and name.endswith(".py"):
+        raise LaunchError(f"-m takes a module, and {plain(name)} is a script", "leave out -m")
+    if found is None:
+        raise LaunchError(
+            f"there is no module {shown(name)}",
+            "start from the folder that contains it, or install its package",
+        )
+    if main is None:
+        raise LaunchError(
+            f"the package {shown(name)} cannot be run: it has no __main__.py",
+            f"pass a module in it: -m {plain(name)}.train",
+        )
+    if main.origin == "built-in" or isinstance(main.loader, ExtensionFileLoader):
+        raise LaunchError(
+            f"the module {shown(name)} cannot be run: it is not written in Python",
+            "pass a module that trains: -m PACKAGE.train",
+        )
+
+
+def _find_module(name: str) -> ModuleSpec | None:
+    """Return where a module is, if possible without importing the packages that contain it.
+
+    A package may find its modules only once it is imported, so it is imported before one of them
+    is called missing. A plain module contains none, and is never imported: it may be a script.
+    """
+    parent, _, last = name.rpartition(".")
+    if not last:
+        return None
+    path = None
+    if parent:
+        package = _find_module(parent)
+        path = package.submodule_search_locations if package is not None else None
+        if path is None:
+            return None
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return find_spec(name) if parent else None
 
 
 def run_script(words: Sequence[str]) -> None:
@@ -162,7 +229,7 @@ def code_of(error: BaseException) -> int:
 
 def note_end(code: int) -> None:
     """Tell the process group's exit function if this rank fails; a stop is agreed by all ranks."""
-    runtime = sys.modules.get("lockstep.runtime")  # never imported: there is no group
+    runtime = sys.modules.get("lockstep.dist.process_group")  # never imported: there is no group
     if runtime is not None and code not in (0, StopSignals.left_with):
         runtime.note_failure()
 
@@ -199,7 +266,7 @@ def leave_record(folder: Path, code: int, error: BaseException | None = None) ->
         "notes": getattr(error, "__notes__", []),
         "traceback": "",
     }
-    if error is not None:
+    if error is not None and (shows_traceback(os.environ) or not isinstance(error, LockstepError)):
         frames = _own_frames(error.__traceback__)
         told["traceback"] = "".join(traceback.format_exception(type(error), error, frames))
     path = folder / RECORD
@@ -221,7 +288,10 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
     said = f"{kind.__name__}: {error}"
     identity = identity_of(said, getattr(error, "__notes__", []))
     if isinstance(error, KeyboardInterrupt) or _is_first(f"{code_of(error)}\n{identity}\n"):
-        traceback.print_exception(kind, error, _own_frames(trace))
+        if isinstance(error, LockstepError) and not shows_traceback(os.environ):
+            sys.stderr.write(sentence(error))
+        else:
+            traceback.print_exception(kind, error, _own_frames(trace))
     else:
         sys.stderr.write(f"{said.splitlines()[0]} (another rank had failed before)\n")
 

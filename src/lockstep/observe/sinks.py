@@ -186,6 +186,7 @@ def _scalars(event: Event) -> dict[str, float]:
     if kind == "step":
         parts = {f"train/{name}": value for name, value in (event.get("parts") or {}).items()}
         named = parts | {f"train/{name}": event[name] for name in STEP_NAMES if name in event}
+        named |= event.get("logged") or {}
     elif kind == "epoch":
         named = {"train/epoch_loss": event["loss"]} if "loss" in event else {}
     elif kind == "evaluation":

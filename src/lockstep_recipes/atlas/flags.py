@@ -13,8 +13,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lockstep.config import RunConfig
+from lockstep.dist.environment import is_rehearsal, launched, launched_rank
 from lockstep.parse import parse_model, parse_override
-from lockstep.runtime import is_rehearsal, launched, launched_rank
 from lockstep_recipes.atlas.data import DataConfig
 from lockstep_recipes.atlas.model import ModelConfig
 from lockstep_recipes.atlas.sample_data import make_episodes

@@ -22,10 +22,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from lockstep.dist.world import World
 from lockstep.errors import ConfigError, DataError
-from lockstep.evaluation import evaluating
 from lockstep.plan import Contract
-from lockstep.runtime import World
+from lockstep.run.evaluation import evaluating
 from lockstep.task import Context, PartialLoss, Task
 from lockstep_recipes.atlas.data import (
     DataConfig,

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.dist.environment import is_rehearsal, launched_rank
 from lockstep.parse import parse_override
-from lockstep.runtime import is_rehearsal, launched_rank
 from lockstep.trainer import RunResult
 from lockstep_recipes.command import REHEARSAL_STEPS, Flags
 from lockstep_recipes.ctclip.config import CTClipConfig, Experiment

@@ -1,17 +1,17 @@
 """The second entrance: a loop of its own around the spine's parts, launched by Accelerate.
 
 Owns: the order of events in a CT-CLIP run, and what its steps cost in seconds where that
-is asked for. Does not own: the group (`launch.py`), the parts (`lockstep.setup`), what
+is asked for. Does not own: the group (`launch.py`), the parts (`lockstep.run.build`), what
 happens between steps (`lockstep.trainer`), or any arithmetic.
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from lockstep.agreement import check_alike
+from lockstep.dist.agreement import check_alike
 from lockstep.observe.events import Event, EventLog
+from lockstep.run.build import prepare
 from lockstep.schedule import build_schedule
-from lockstep.setup import prepare
 from lockstep.signals import StopSignals
 from lockstep.trainer import RunResult, Trainer
 from lockstep_recipes.ctclip.config import CTClipConfig

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config import RunConfig
-from lockstep.runtime import is_rehearsal
+from lockstep.dist.environment import is_rehearsal
 from lockstep_recipes.command import (
     Flags,
     rehearse,

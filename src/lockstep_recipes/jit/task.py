@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from lockstep.errors import ConfigError, DataError
-from lockstep.evaluation import evaluating
 from lockstep.randomness import seed_all, untouched
+from lockstep.run.evaluation import evaluating
 from lockstep.run_files import replace_text
 from lockstep.task import Context, PartialLoss, Task
 from lockstep_recipes.jit import evaluate, text_pixels

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config import RunConfig
+from lockstep.dist.environment import is_rehearsal
 from lockstep.errors import ConfigError
-from lockstep.runtime import is_rehearsal
 from lockstep_recipes.command import (
     Flags,
     rehearse,

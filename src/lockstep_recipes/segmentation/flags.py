@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config import RunConfig
+from lockstep.dist.environment import is_rehearsal, launched
 from lockstep.errors import ConfigError, plain, shown
-from lockstep.runtime import is_rehearsal, launched
 from lockstep.text_input import whole_number
 from lockstep_recipes.command import Flags, rehearse, run_config, task_config
 from lockstep_recipes.segmentation.data import MODES

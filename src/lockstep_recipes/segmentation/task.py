@@ -29,12 +29,12 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lockstep.batch_norm import SyncBatchNorm
+from lockstep.dist.batch_norm import SyncBatchNorm
+from lockstep.dist.world import World
 from lockstep.errors import ConfigError, DataError
-from lockstep.evaluation import evaluating
 from lockstep.plan import Contract
+from lockstep.run.evaluation import evaluating
 from lockstep.run_files import append_text, replacing
-from lockstep.runtime import World
 from lockstep.task import Context, PartialLoss, Task
 from lockstep_recipes.segmentation.data import (
     MODES,

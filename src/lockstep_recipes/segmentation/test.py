@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lockstep.agreement import together
 from lockstep.checkpoint import CheckpointStore, load_model_state
+from lockstep.dist.agreement import together
+from lockstep.dist.world import World
 from lockstep.errors import CheckpointError
-from lockstep.runtime import World
 from lockstep_recipes.command import Flags, finish
 from lockstep_recipes.segmentation.data import SegmentationData, check_files, open_split
 from lockstep_recipes.segmentation.evaluate import (

@@ -16,9 +16,10 @@ from pydantic import BaseModel
 from lockstep import RunConfig, read_events
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.plan import Contract
-from lockstep.record import banner
-from lockstep.resuming import agree_on_contract
-from lockstep.setup import Run, prepare
+from lockstep.run.build import prepare
+from lockstep.run.record import banner
+from lockstep.run.resume import agree_on_contract
+from lockstep.run.run import Run
 from lockstep.testing import FakeWorld, run_ranks
 from lockstep_recipes.ctclip.config import CTClipConfig
 from lockstep_recipes.ctclip.evaluate import measure_findings

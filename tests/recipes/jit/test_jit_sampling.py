@@ -14,7 +14,7 @@ from PIL import Image
 from stopping import NEVER, finish_on
 from torch import Tensor
 
-from lockstep.evaluation import evaluating
+from lockstep.run.evaluation import evaluating
 from lockstep.task import Context
 from lockstep.testing import FakeWorld
 from lockstep_recipes.jit.evaluate import (

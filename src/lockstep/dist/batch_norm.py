@@ -1,0 +1,197 @@
+"""Batch normalisation over all ranks: N ranks with a batch of b equal one with N x b.
+
+Owns: the statistics and their gradients. Does not own: which models want it.
+torch's own version runs on GPUs only, and ranks must equal one on the CPU too.
+
+With accumulation this equality ends: each rank has a contiguous run of the step's micro-batches,
+and the first ones of all ranks are normalised together, then the second ones, and so on.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from lockstep.data.order import num_leaves_of
+from lockstep.dist.collectives import Collectives
+from lockstep.errors import ConfigError
+from lockstep.plan import BatchPlan, CutChange
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Normalise by the mean and variance of all ranks' micro-batches together.
+
+    In evaluation it is ordinary batch normalisation. `synchronise_batch_norm` gives a layer a class
+    that is this one and the layer's own: `isinstance(layer, nn.BatchNorm2d)` holds on any number
+    of ranks, and so does everything else about the layer.
+    """
+
+    counts = True
+    """Whether this rank's micro-batch adds to the statistics; padding does not."""
+    world: Collectives
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `x`, (batch, channels, ...)."""
+        if not self.training:
+            return super().forward(x)
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
+        axes = [axis for axis in range(x.ndim) if axis != 1]
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        wide = x if x.dtype == torch.float64 else x.float()  # sums of bf16 lose what they count
+        count = x.numel() // x.shape[1]
+        sums = self._all_sum(torch.cat([wide.sum(axes), wide.new_tensor([count])]))
+        mean, num = sums[:-1] / sums[-1], sums[-1]
+        if count == 1 and num == 1:  # padding has the samples of a micro-batch: every rank sees it
+            raise ConfigError(
+                f"batch normalisation has 1 value for each of {x.shape[1]} channels on all ranks "
+                "together, and a variance needs 2",
+                "set batch.drop_last=true, or change batch.batch_size",
+            )
+        centred = wide - mean.view(shape)
+        variance = self._all_sum(centred.square().sum(axes)) / num
+        self._remember(mean.detach(), (variance * num / (num - 1)).detach())
+        scale = torch.rsqrt(variance + self.eps)
+        if not self.affine:
+            return (centred * scale.view(shape)).to(x.dtype)
+        return (centred * (scale * self.weight).view(shape) + self.bias.view(shape)).to(x.dtype)
+
+    def _all_sum(self, local: Tensor) -> Tensor:
+        """Return the sum over the ranks whose micro-batches count, carrying gradients. Collective.
+
+        Padding adds zeros that depend on its input: all ranks then sum gradients backward, too.
+        """
+        if not self.counts:
+            local = local.masked_fill(torch.ones_like(local, dtype=torch.bool), 0.0)
+        return self.world.all_sum_with_grad(local)
+
+    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` over all ranks."""
+
+
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """`nn.BatchNorm2d` over all ranks."""
+
+
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """`nn.BatchNorm3d` over all ranks."""
+
+
+@cache
+def synchronised(kind: Any) -> type[SyncBatchNorm] | None:
+    """Return `kind` over all ranks; None if it computes something of its own."""
+    for own in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d):
+        if kind in own.__bases__:
+            return own
+    # A layer without parameters yet becomes an ordinary one when it gets them.
+    if kind.forward is not _BatchNorm.forward or issubclass(kind, LazyModuleMixin):
+        return None
+    return type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {})
+
+
+def synchronise_batch_norm(model: nn.Module, world: Collectives) -> None:
+    """Let every batch normalisation of `model` see the micro-batches of all ranks.
+
+    A layer stays the same object and only changes its class. So it keeps its hooks, and is
+    synchronised wherever the model refers to it. torch's own `nn.SyncBatchNorm` is left as it is.
+
+    Raises:
+        ConfigError: naming a layer that computes something of its own.
+    """
+    layers: list[tuple[str, Any]] = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm)
+        and not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
+    ]
+    for name, layer in layers:
+        kind: Any = type(layer)
+        if synchronised(kind) is None or "forward" in vars(layer):
+            raise ConfigError(
+                f"sync_batch_norm cannot synchronise {name or 'the model'}, a "
+                f"{kind.__name__}: it would lose what that layer computes in its own way",
+                "use nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d there, or set "
+                "sync_batch_norm=false",
+            )
+    for _, layer in layers:
+        kind = type(layer)
+        layer.__class__ = synchronised(kind)
+        layer.world = world
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Say whether `model` normalises over a batch while it is trained; a frozen layer does not."""
+    return any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+
+
+def synchronises_itself(model: nn.Module) -> bool:
+    """Say whether `model` comes with torch's own synchronised batch normalisation."""
+    return any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+
+
+@contextmanager
+def padding(model: nn.Module) -> Iterator[None]:
+    """Keep a micro-batch that does not count out of the statistics of every SyncBatchNorm."""
+    layers = [m for m in model.modules() if isinstance(m, SyncBatchNorm)]
+    for layer in layers:
+        layer.counts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.counts = True
+
+
+def refuse_padding(model: nn.Module, num_leaves: int, world_size: int) -> None:
+    """Refuse a step in which torch's own `nn.SyncBatchNorm` would count padding.
+
+    Raises:
+        ConfigError: with the micro-batches of the step and the ranks.
+    """
+    is_padded = num_leaves % world_size > 0
+    if is_padded and any(isinstance(m, nn.SyncBatchNorm) and m.training for m in model.modules()):
+        num_padding = -num_leaves % world_size
+        raise ConfigError(
+            f"a step has {num_leaves} micro-batches for {world_size} ranks: nn.SyncBatchNorm would "
+            f"count {num_padding} padding micro-batches in its statistics",
+            "use nn.BatchNorm layers with sync_batch_norm=true, or make every step fill all ranks: "
+            f"set batch.drop_last=true and use a multiple of {world_size} micro-batches",
+        )
+
+
+def padded_step(plan: BatchPlan, num_steps: int) -> int | None:
+    """Return the first of `num_steps` steps whose micro-batches do not fill all ranks, or None."""
+    candidates = (0, plan.steps_per_epoch - 1)
+    padded = [s for s in candidates if s < num_steps and num_leaves_of(plan, s) % plan.world_size]
+    return min(padded, default=None)
+
+
+def refuse_other_cut(model: nn.Module, change: CutChange) -> None:
+    """Refuse micro-batches of another size where the model normalises over each of them.
+
+    Raises:
+        ConfigError: with the samples that statistics saw and would see.
+    """
+    if has_batch_norm(model):
+        was, now = change.was, change.now
+        is_synchronised = any(
+            isinstance(m, SyncBatchNorm | nn.SyncBatchNorm) for m in model.modules()
+        )
+        seen = (was.leaf_size, now.leaf_size)
+        if is_synchronised:
+            seen = (was.total_batch, now.total_batch)
+        change.raise_for_batch_norm(*seen, also=" to Loader")

@@ -1,0 +1,180 @@
+"""What the ranks of a process group do together: sums, gathers, votes.
+
+Owns: every collective, and its backward pass where gradients flow through it. Does not own:
+joining the group (`world.py`), nor what is sent or when.
+
+Functions that communicate start with `all_`: every rank must call them, in the
+same order, or the group waits for the one that did not.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket as GradBucket  # type: ignore[attr-defined]
+
+from lockstep.dist.detect import Launch
+
+
+class Collectives:
+    """The ranks of one group, seen from one of them."""
+
+    def __init__(self, launch: Launch, device: torch.device, backend: str | None) -> None:
+        self.rank = launch.rank
+        self.size = launch.size
+        self.local_rank = launch.local_rank
+        self.local_size = launch.local_size
+        self.launcher = launch.launcher
+        self.device = device
+        self.backend = backend
+        self.before_collective: Callable[[], None] | None = None
+        """Called before each collective, while it is set."""
+        # What ranks tell each other through the host, NCCL alone cannot carry.
+        self._host = dist.new_group(backend="gloo") if backend == "cuda:nccl" else None
+
+    @property
+    def is_first(self) -> bool:
+        """Say whether this is the rank that prints and writes for all."""
+        return self.rank == 0
+
+    def all_sum(self, value: Tensor) -> Tensor:
+        """Return the sum of `value` over all ranks. Collective."""
+        self._announce()
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value, group=self._group(value))
+        return value
+
+    def all_from_first(self, value: Tensor) -> None:
+        """Give `value` the first rank's numbers. Collective."""
+        self._announce()
+        dist.broadcast(value, 0, group=self._group(value))
+
+    def all_sum_with_grad(self, value: Tensor) -> Tensor:
+        """Return the sum of `value` over all ranks, carrying gradients. Collective."""
+        return value if self.size == 1 else _Sum.apply(value, self)  # type: ignore[no-untyped-call]
+
+    def all_max(self, *values: int) -> list[int]:
+        """Return the largest of each number over all ranks, through the host. Collective.
+
+        This is how ranks agree on what only one of them may know (a signal, a
+        bad sample): it never waits for the GPU.
+        """
+        self._announce()
+        if self.size == 1:
+            return list(values)
+        votes = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._host)
+        return votes.tolist()
+
+    def all_texts(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order. Collective."""
+        if self.size == 1:
+            return [text]
+        local = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+        return [bytes(part[:-1].tolist()).decode() for part in self.all_parts(local)]
+
+    def all_gather(self, local: Tensor) -> Tensor:
+        """Concatenate `local` over ranks along its first axis, in rank order. Collective.
+
+        Carries gradients, and the first axis may differ between ranks. A gather
+        that drops gradients gives the right loss and a wrong step.
+        """
+        return local if self.size == 1 else _Gather.apply(local, self)  # type: ignore[no-untyped-call]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Collective."""
+        self.all_max(0)
+
+    def all_lengths(self, length: int) -> list[int]:
+        """Return every rank's number, in rank order. Collective."""
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = length
+        return self.all_sum(lengths).tolist()
+
+    def _announce(self) -> None:
+        """Call `before_collective`; collectives inside it are not announced."""
+        announce, self.before_collective = self.before_collective, None
+        if announce is not None:
+            try:
+                announce()
+            finally:
+                self.before_collective = announce
+
+    def _group(self, value: Tensor) -> Any:
+        return self._host if value.device.type == "cpu" else None
+
+    def all_parts(self, local: Tensor, lengths: list[int] | None = None) -> list[Tensor]:
+        """Return every rank's rows, in rank order, without gradients. Collective.
+
+        Give `lengths`, where all ranks know how many rows each has, to spare asking.
+        """
+        self._announce()
+        if self.size == 1:
+            return [local]
+        lengths = lengths or self.all_lengths(len(local))
+        padded = local.new_zeros((max(lengths), *local.shape[1:]))
+        padded[: len(local)] = local
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self._group(padded))
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def all_sum_later(self, value: Tensor) -> torch.futures.Future[Any]:
+        """Start summing `value` over ranks, in place. Collective."""
+        self._announce()
+        return dist.all_reduce(value, async_op=True).get_future()  # type: ignore[no-any-return]
+
+    def exchange(
+        self, sent: Tensor, lengths: list[int]
+    ) -> tuple[Tensor, torch.futures.Future[Any]]:
+        """Send row r of `sent` to rank r; return what arrives, one rank's after the other's.
+
+        `lengths` says how many numbers each rank sends here. The result is to be read when the
+        future is there. Collective.
+        """
+        self._announce()
+        received = sent.new_empty(sum(lengths))
+        flat, even = sent.flatten(), [sent[0].numel()] * self.size
+        work = dist.all_to_all_single(
+            received, flat, lengths, even, group=self._group(sent), async_op=True
+        )
+        return received, work.get_future()
+
+    def all_pieces(self, piece: Tensor) -> Tensor:
+        """Concatenate pieces of one length over ranks. Collective."""
+        self._announce()
+        whole = piece.new_empty(self.size * piece.numel())
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # by version
+        gather(whole, piece, group=self._group(piece))
+        return whole
+
+
+class _Sum(torch.autograd.Function):
+    """Sum forward; every rank's result depends on our value, so sum the gradients backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, world: Collectives) -> Tensor:
+        ctx.world = world
+        return world.all_sum(value.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.world.all_sum(grads[0].contiguous()), None
+
+
+class _Gather(torch.autograd.Function):
+    """Gather forward; sum the gradients of all ranks backward and keep our own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, world: Collectives) -> Tensor:
+        parts = world.all_parts(local.detach().contiguous())
+        ctx.world = world
+        ctx.start = sum(len(part) for part in parts[: world.rank])
+        ctx.length = len(local)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.world.all_sum(grads[0].contiguous()).narrow(0, ctx.start, ctx.length), None

@@ -1,0 +1,67 @@
+"""The launch environment of this process: its rank, its device, its settings.
+
+Owns: reading and setting environment variables. Does not own: what the launch variables mean
+(`detect.py`).
+"""
+
+import os
+import sys
+from typing import NoReturn
+
+from lockstep.dist import detect
+from lockstep.dist.detect import Launch, collective_timeout_s, detect_launch
+from lockstep.errors import LaunchError
+
+
+def is_rehearsal() -> bool:
+    """Say whether LOCKSTEP_REHEARSAL=1 asks for the run in miniature."""
+    return os.environ.get("LOCKSTEP_REHEARSAL", "0") not in ("", "0")
+
+
+def shows_traceback() -> bool:
+    """Say whether LOCKSTEP_TRACEBACK=1 asks for the traceback of errors raised on purpose."""
+    return detect.shows_traceback(os.environ)
+
+
+def inside_slurm_job() -> bool:
+    """Say whether SLURM may send this process signals."""
+    return "SLURM_JOB_ID" in os.environ
+
+
+def callback_names() -> str:
+    """Return what LOCKSTEP_CALLBACKS names: `module:Class`, separated by commas."""
+    return os.environ.get("LOCKSTEP_CALLBACKS", "")
+
+
+def default_variable(name: str, value: str) -> None:
+    """Set an environment variable that nobody has set, for libraries that read no other way."""
+    os.environ.setdefault(name, value)
+
+
+def launched() -> Launch:
+    """Return who this process is without joining anything; alone if the variables make no sense."""
+    try:
+        return detect_launch(os.environ)
+    except LaunchError:
+        return Launch()
+
+
+def launched_rank() -> int:
+    """Return this process's rank without joining anything."""
+    return launched().rank
+
+
+def group_timeout_s(configured: float) -> float:
+    """Return how long a collective may wait: NCCL_TIMEOUT (seconds) if set, else the config's."""
+    return collective_timeout_s(os.environ, configured)
+
+
+def leave_process(code: int) -> NoReturn:
+    """End this process now, after flushing.
+
+    A gloo group may still abort the interpreter on its way out although it was
+    destroyed; a command that has nothing left to do leaves before that.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,216 @@
+"""The process group of this process: made once, kept until it ends, left in good order.
+
+Owns: joining, keeping and leaving torch's process group. Does not own: what is sent through it
+(`collectives.py`).
+"""
+
+import atexit
+import datetime
+import logging
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from lockstep.dist.addresses import (
+    LOOPBACK,
+    check_loopback,
+    interface_towards,
+    listen_at,
+    names_loopback,
+)
+from lockstep.dist.detect import Launch
+from lockstep.dist.environment import default_variable, group_timeout_s
+from lockstep.errors import LaunchError
+
+DEFAULT_TIMEOUT_S = 1800.0
+_log = logging.getLogger("lockstep")
+
+
+def _open_store(launch: Launch, timeout: datetime.timedelta) -> Any:
+    """Return the store through which the ranks find each other."""
+    if launch.has_agent:  # it may already hold the store
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        # It is kept over restarts, with the addresses of the dead. Machines count restarts each
+        # for itself, so only on a single one does the count tell them apart.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefixed = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+        return prefixed if launch.local_size == launch.size else store
+    assert launch.port is not None
+    if names_loopback(launch.head):
+        check_loopback()
+    # Left to itself, torch's store listens on all interfaces, and anyone may write to it.
+    listener = listen_at(launch.head, launch.port) if launch.rank == 0 else None
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        launch.head,
+        launch.port,
+        launch.size,
+        launch.rank == 0,
+        timeout=timeout,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _stay_on_this_machine(launch: Launch) -> None:
+    """Have gloo and NCCL listen on loopback alone, if all ranks are on this machine."""
+    if launch.local_size == launch.size and names_loopback(launch.head):
+        interface = interface_towards(LOOPBACK)
+        if interface is not None:
+            default_variable("GLOO_SOCKET_IFNAME", interface)
+            default_variable("NCCL_SOCKET_IFNAME", interface)
+
+
+def check_group(launch: Launch) -> str:
+    """Return the backend of the group somebody else made, if we were launched into that one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (launch.rank, launch.size):
+        raise LaunchError(
+            f"the process group says rank {rank} of {size}, the launch variables say rank "
+            f"{launch.rank} of {launch.size}",
+            "one launcher, and as many processes as it was told",
+        )
+    return str(dist.get_backend_config())
+
+
+def let_gloo_finish() -> None:
+    """Let gloo's threads drop their last tensors before the interpreter ends.
+
+    A wrapped model keeps those threads alive after the group was left. Dropping a
+    tensor takes the interpreter's lock; a thread that asks for it once the
+    interpreter is ending is ended inside C++, and the whole process aborts.
+    """
+    time.sleep(0.1)
+
+
+def _shares_gpu(launch: Launch, store: Any, device: torch.device) -> bool:
+    """Say whether any two ranks sit on the same physical GPU."""
+    store.set(f"gpu/{launch.rank}", str(torch.cuda.get_device_properties(device).uuid))
+    return len({store.get(f"gpu/{rank}") for rank in range(launch.size)}) < launch.size
+
+
+_left: list[Any] = []
+"""Groups that were left. A replicated model holds its group too; were it the last to let go,
+torch would join the group's thread while holding the lock that thread waits for, and a
+finished run would never end. Held here, the group ends in a way that releases the lock."""
+
+
+@dataclass
+class OwnGroup:
+    """The process group that `World.enter` made. It lives until the process ends."""
+
+    group: Any
+    device: torch.device
+    timeout_s: float
+    process: int
+    has_failed: bool = False
+    """Whether a rank stopped in the middle of it: its collectives may no longer pair up."""
+
+
+_own: OwnGroup | None = None
+_num_groups = 0
+"""How many groups this process has made. Each has its own keys in the store: torch would
+otherwise connect a second group to the addresses of the first."""
+_stores: dict[Launch, Any] = {}
+"""The store of each launch, kept: a second server could not have the same port."""
+
+
+def own_group() -> OwnGroup | None:
+    """Return the group that lockstep made, if it is the one in use."""
+    is_used = _own is not None and dist.is_initialized() and dist.group.WORLD is _own.group
+    return _own if is_used else None
+
+
+def make_group(launch: Launch, place: torch.device, timeout_s: float) -> tuple[OwnGroup, str]:
+    """Join the other ranks in a new process group; return it and its backend. Collective."""
+    global _own, _num_groups
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        kept = _stores.get(launch) or _open_store(launch, timeout)
+        _stay_on_this_machine(launch)
+        store = dist.PrefixStore(f"group_{_num_groups}", kept)  # type: ignore[attr-defined]
+        # NCCL refuses two ranks on one GPU; gloo takes them, through host memory.
+        own_gpu = place.type == "cuda" and not _shares_gpu(launch, store, place)
+        backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=launch.rank, world_size=launch.size, timeout=timeout
+        )
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+        raise LaunchError(
+            f"rank {launch.rank} of {launch.size} could not join the process group at "
+            f"{launch.head}:{launch.port}: {str(error).splitlines()[0]}",
+            "check that every rank started, use a free port (MASTER_PORT, or torchrun "
+            "--standalone), and set GLOO_SOCKET_IFNAME if the hosts cannot reach each other; "
+            "lockstep doctor tests this",
+        ) from error
+    _stores[launch] = kept
+    if _num_groups == 0:
+        atexit.register(let_gloo_finish)
+        atexit.register(_end_group)  # the last to be registered is the first to run
+    _num_groups += 1
+    _own = OwnGroup(dist.group.WORLD, place, timeout_s, os.getpid())
+    return _own, backend
+
+
+def report_kept(own: OwnGroup, place: torch.device, timeout_s: float | None) -> None:
+    """Log what was asked of a new group and the existing one does not do."""
+    if timeout_s is not None and group_timeout_s(timeout_s) != own.timeout_s:
+        _log.warning(
+            "timeout_s=%g has no effect: the process group was made with timeout_s=%g before",
+            timeout_s,
+            own.timeout_s,
+        )
+    if place.type != own.device.type and place.type == "cuda":
+        _log.warning("the process group was made for the CPU: GPU tensors travel through the host")
+
+
+def leave_group() -> None:
+    """Leave the group that lockstep made, if it is the one in use."""
+    own = own_group()
+    if own is None:
+        return
+    _left.append(own.group)
+    if own.has_failed:
+        with suppress(RuntimeError):  # or NCCL would wait for ranks that are somewhere else
+            own.group.abort()
+    dist.destroy_process_group()
+
+
+_is_failing = False
+"""Whether whoever runs the script has noted that it failed."""
+
+
+def note_failure() -> None:
+    """Note that this process fails, before its exit functions run: they must not wait for others.
+
+    Whoever catches what a script raises must call this; an uncaught exception is noticed anyway.
+    """
+    global _is_failing
+    _is_failing = True
+
+
+def _end_group() -> None:
+    """At exit, leave the group; not if this rank has failed, and the others are elsewhere.
+
+    Leaving may wait for the other ranks (NCCL). They see a failed one end by its connections.
+    """
+    own = own_group()
+    is_here = own is not None and own.process == os.getpid()  # not in a child forked from a rank
+    is_failing = _is_failing or hasattr(sys, "last_value")  # set by an uncaught exception
+    if own is not None and is_here and not own.has_failed and not is_failing:
+        leave_group()
+
+
+def store_of(launch: Launch) -> Any:
+    """Return the store through which the ranks of a launch met, if lockstep made it."""
+    return _stores.get(launch)
+
+
+def num_groups() -> int:
+    """Return how many groups this process has made."""
+    return _num_groups

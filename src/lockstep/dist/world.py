@@ -1,0 +1,170 @@
+"""World: the ranks that train one model, which this process joins.
+
+Owns: entering and leaving the group, and the public methods of a custom loop. Does not own: the
+collectives (`collectives.py`), nor the process group (`process_group.py`).
+"""
+
+import atexit
+import datetime
+import os
+import socket
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.dist import position
+from lockstep.dist.collectives import Collectives
+from lockstep.dist.ddp import Averaging, replicate, sync_buffers
+from lockstep.dist.detect import Launch, check_size, detect_launch
+from lockstep.dist.environment import group_timeout_s
+from lockstep.dist.process_group import (
+    DEFAULT_TIMEOUT_S,
+    check_group,
+    leave_group,
+    let_gloo_finish,
+    make_group,
+    num_groups,
+    own_group,
+    report_kept,
+    store_of,
+)
+from lockstep.errors import LaunchError, own_exit_code, say_errors_in_a_sentence
+from lockstep.exact.reducer import LeafSum
+
+
+def choose_device(launch: Launch, wanted: str = "auto") -> torch.device:
+    """Return this rank's device: its own GPU where there is one, else the CPU.
+
+    A launcher may show each process one GPU and still count local ranks up, so
+    the index is taken modulo the number of visible GPUs.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError("device 'cuda' was asked for, and torch sees no GPU", "device: cpu")
+    return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+
+
+class World(Collectives):
+    """The group of processes that train one model, seen from one of them.
+
+    `World.enter()` finds out how the process was started, takes its device and
+    joins the others. The group lasts until the process ends, or until `leave()`.
+    """
+
+    def __init__(self, launch: Launch, device: torch.device, backend: str | None) -> None:
+        super().__init__(launch, device, backend)
+        self._made: Any = None
+        """The process group, if this world made it."""
+        self._store = store_of(launch)
+        """Where ranks leave each other messages, if the group is ours."""
+
+    @classmethod
+    def enter(
+        cls, device: str = "auto", timeout_s: float | None = None, local_rank: int | None = None
+    ) -> Self:
+        """Join the group this process was launched into; alone, there is no group.
+
+        A group that is there already is used as it is: one that Accelerate made, say, or that an
+        earlier `enter` or `fit` made. Its timeout then stays what it was.
+
+        From here on an uncaught LockstepError prints one sentence, and its exit code is the
+        script's.
+        """
+        with own_exit_code():
+            world = cls._enter(device, timeout_s, local_rank)
+        say_errors_in_a_sentence()  # after torch, which has a hook of its own for a group
+        return world
+
+    @classmethod
+    def _enter(cls, device: str, timeout_s: float | None, local_rank: int | None) -> Self:
+        launch = detect_launch(os.environ, local_rank)
+        check_size(launch, os.environ)
+        place = choose_device(launch, device)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        own = own_group()
+        if own is not None and own.has_failed:
+            leave_group()
+        if dist.is_initialized():
+            world = cls(launch, place, check_group(launch))
+            if own is None:
+                atexit.unregister(let_gloo_finish)
+                atexit.register(let_gloo_finish)
+            elif world.is_first:
+                report_kept(own, place, timeout_s)
+            return world
+        if launch.size == 1:
+            return cls(launch, place, None)
+        seconds = group_timeout_s(DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+        position.own.begin_join()
+        own, backend = make_group(launch, place, seconds)
+        position.own.end_join()
+        world = cls(launch, place, backend)
+        world._made = own.group
+        return world
+
+    def leave(self) -> None:
+        """Leave the group, if this `World` made it. Safe to call twice, and to enter again.
+
+        A group that was there before stays: whoever made it may still need it.
+        """
+        own = own_group()
+        if own is not None and self._made is own.group:
+            leave_group()
+
+    def stay(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Keep the group for the next run of this process; for `ExitStack.push`.
+
+        After an error that other ranks may not have met, the next `enter` makes a new one:
+        in the old one, the collectives of two different places would be taken for one.
+        """
+        own = own_group()
+        if own is not None and error is not None and not getattr(error, "is_shared", False):
+            own.has_failed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.stay(kind, error, trace)
+        own = own_group()
+        if own is None or not own.has_failed:
+            self.leave()
+
+    def __repr__(self) -> str:
+        return (
+            f"World(rank {self.rank} of {self.size}, local rank {self.local_rank} of "
+            f"{self.local_size}, {self.device}, {self.launcher} on {socket.gethostname()})"
+        )
+
+    def replicate(self, model: nn.Module, way: Averaging | LeafSum | None = None) -> nn.Module:
+        """Put `model` on this rank's device and average its gradients over ranks. Collective.
+
+        Call it again with the result after changing `requires_grad` of a parameter.
+        """
+        return replicate(model, self, way)
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """Give every rank the first rank's buffers, running statistics among them. Collective."""
+        sync_buffers(model, self)
+
+    def all_come(self, place: str, timeout_s: float) -> bool:
+        """Say whether every rank calls this for `place` within `timeout_s`, once in each group.
+
+        It asks the store, and so disturbs no collective that another rank may be waiting in. In a
+        group that somebody else made, several ranks cannot ask.
+        """
+        if self.size == 1:
+            return True
+        if self._store is None:
+            return False
+        names = [f"came_{num_groups()}/{place}/{rank}" for rank in range(self.size)]
+        try:
+            self._store.set(names[self.rank], "1")
+            self._store.wait(names, datetime.timedelta(seconds=timeout_s))
+        except (dist.DistError, RuntimeError):
+            return False
+        return True

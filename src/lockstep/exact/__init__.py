@@ -1,0 +1,1 @@
+"""Exact mode: the same bits for every number of ranks."""

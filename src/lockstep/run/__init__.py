@@ -1,0 +1,1 @@
+"""A run: built, resumed, evaluated, saved and recorded."""

@@ -1,0 +1,61 @@
+"""Leave an unfinished run by sys.exit() or KeyboardInterrupt, and have it said what is lost.
+
+Owns: turning both into errors with exit codes of their own, so that neither looks like a run that
+has finished or saved. Does not own: stop signals (`signals.py`), which save before they stop.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from lockstep.dist import position
+from lockstep.dist.world import World
+from lockstep.errors import LeftEarlyError, LockstepError, NotSavedError
+
+COME_S = 2.0
+"""How long a rank that leaves waits for the others to leave, too: then one of them says it."""
+
+
+def refuse_early_exit(stack: ExitStack, world: World, unsaved: Callable[[], str]) -> None:
+    """Raise an error in place of an exit or an interrupt that leaves `stack` before the run ends.
+
+    Args:
+        stack: Of the run.
+        world: The ranks.
+        unsaved: Says what a run that ended now would lose; empty when everything is saved.
+    """
+
+    def convert(kind: object, error: BaseException | None, trace: object) -> None:
+        if position.own.has_finished or not isinstance(error, SystemExit | KeyboardInterrupt):
+            return
+        found = _exited(error, unsaved()) or _interrupted(error, unsaved())
+        if found is None:
+            return
+        for note in getattr(error, "__notes__", []):
+            found.add_note(note)
+        world.stay(kind, found, trace)  # ranks may have left at different collectives
+        place = f"left after step {position.own.step} by {type(error).__name__}"
+        found.is_shared = world.all_come(place, COME_S)
+        raise found from error
+
+    stack.push(convert)
+
+
+def _exited(error: BaseException, unsaved: str) -> LockstepError | None:
+    """Return the error for an exit that claims success; one with another code keeps it."""
+    if not isinstance(error, SystemExit) or error.code not in (None, 0):
+        return None
+    return LeftEarlyError(
+        "the script called exit() inside a run that had not finished; "
+        + (unsaved or "everything up to there is saved"),
+        "call exit() after fit has returned; to end a run early, set max_steps or send SIGTERM",
+    )
+
+
+def _interrupted(error: BaseException, unsaved: str) -> LockstepError | None:
+    """Return the error for an interrupt that loses steps."""
+    if not isinstance(error, KeyboardInterrupt) or not unsaved:
+        return None
+    return NotSavedError(
+        f"stopped by KeyboardInterrupt without saving: {unsaved}",
+        "start the same command again; to stop a run and save, press Ctrl-C or send SIGTERM",
+    )

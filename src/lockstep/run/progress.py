@@ -1,0 +1,80 @@
+"""How far a run has come: its step, the samples consumed, the sums since the last log line.
+
+Owns: the sums of losses since the last log line and since the epoch began, and finding the first
+step whose loss or gradient was not finite. Does not own: taking a step.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep.data.batch import StepBatch
+from lockstep.data.ledger import Ledger
+from lockstep.step.report import StepReport
+
+MAX_PENDING = 1000
+"""Steps whose numbers may lie on the device before they are added up: 1 MB."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved whole in every checkpoint."""
+
+    step: int = 0
+    consumed: int = 0
+    best: float | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    interval: dict[str, list[float]] = field(default_factory=dict)
+    """Since the last log line: sum and weight of the loss and of each part."""
+    epoch: dict[str, list[float]] = field(default_factory=dict)
+    """Since the epoch began: likewise."""
+    pending: list[tuple[int, StepReport]] = field(default_factory=list)
+    """Steps that are not in these sums yet."""
+    owes_evaluation: bool = False
+    """Whether one was due and failed or was interrupted: a resume begins with it."""
+    bad: tuple[int, float, float, float] | None = None
+    """The first step that was not finite, with its loss, gradient norm and weight."""
+
+    def take(self, report: StepReport | None, batch: StepBatch) -> None:
+        """Count one finished step, or one that was left out; nothing here waits for the device."""
+        self.step = batch.step + 1
+        self.consumed = batch.consumed
+        if report is None:
+            return
+        if self.pending and self.pending[-1][1].names != report.names:
+            self.settle()  # rows are added up together: they must mean the same
+        self.pending.append((batch.step, report))
+        if len(self.pending) == MAX_PENDING:
+            self.settle()
+
+    def settle(self) -> tuple[int, float, float, float] | None:
+        """Add up the steps that are pending, and return `bad`; this waits for the device."""
+        if not self.pending:
+            return self.bad
+        steps, reports = zip(*self.pending, strict=True)
+        self.pending = []
+        rows = torch.stack([report.sums for report in reports]).tolist()
+        norms = torch.stack([report.grad_norm for report in reports]).tolist()
+        for step, row, norm in zip(steps, rows, norms, strict=True):
+            if self.bad is None and not math.isfinite(row[0] + norm):
+                self.bad = step, row[0] / row[1] if row[1] else row[0], norm, row[1]
+            for place, name in enumerate(("loss", *reports[0].names)):
+                for sums in (self.interval, self.epoch):
+                    value, weight = sums.get(name, (0.0, 0.0))
+                    sums[name] = [value + row[2 * place], weight + row[2 * place + 1]]
+        return self.bad
+
+    def state(self) -> dict[str, Any]:
+        """Return it as a tree of numbers."""
+        self.settle()
+        saved = {k: v for k, v in vars(self).items() if k not in ("pending", "bad")}
+        return {**saved, "ledger": [self.ledger.digest, self.ledger.count]}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Progress":
+        """Rebuild it from a checkpoint."""
+        for key in ("interval", "epoch"):  # tensors, in checkpoints of 0.1
+            state[key] = {name: [float(n) for n in sums] for name, sums in state[key].items()}
+        return cls(**{**state, "ledger": Ledger(*state["ledger"])})

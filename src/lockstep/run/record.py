@@ -1,0 +1,237 @@
+"""What a run says of itself and writes down: its banner, its log lines, its epochs' proof.
+
+Owns: who listens to the events, the numbers in them, and the ledger behind them. Does
+not own: when something is written; the trainer says so. Every number is reduced over
+ranks first, but for those called `local_`.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+from lockstep.data.batch import StepBatch
+from lockstep.data.fingerprint import READ_S
+from lockstep.data.ledger import Ledger
+from lockstep.data.order import Ids
+from lockstep.data.reader import is_stream
+from lockstep.dist.batch_norm import has_batch_norm, synchronises_itself
+from lockstep.dist.ddp import own_seconds
+from lockstep.dist.fsdp import is_sharded
+from lockstep.exact.determinism import changes
+from lockstep.observe.console import Console
+from lockstep.observe.events import EventLog
+from lockstep.observe.pace import slow_rank
+from lockstep.observe.sinks import Sinks
+from lockstep.observe.throughput import Throughput
+from lockstep.run.resume import describe_cut, warnings_of
+from lockstep.run.run import Run
+from lockstep.schedule import warmup_length
+from lockstep.step.report import StepReport
+
+_log = logging.getLogger("lockstep")
+
+
+class Record:
+    """The events of one rank; on the first, console and sinks follow them."""
+
+    def __init__(self, run: Run, stack: ExitStack, also_say: Sequence[str] = ()) -> None:
+        self.run = run
+        self.throughput = Throughput()
+        self.local_ledger = Ledger()
+        self._entered: dict[int, list[Ids]] = {}
+        """By epoch, what this rank took and its ledger does not hold yet."""
+        self._slow: int | None = None
+        """The rank that stood out at the last log line."""
+        self.events = EventLog(run.config.output_dir, run.world.rank)
+        stack.callback(self.events.close)
+        if run.world.is_first:
+            self._speak(stack, also_say)
+        facts = {"world_size": run.world.size, "recipe": run.task.name, **run.contract.to_json()}
+        self.events.write("run_start", run.progress.step, **facts)
+        if run.resumed_from is not None:
+            self.events.write("resume", run.progress.step, path=str(run.resumed_from.path))
+
+    def _speak(self, stack: ExitStack, also_say: Sequence[str]) -> None:
+        """Say who trains, on what, from where, and let console and sinks listen."""
+        run, config = self.run, self.run.config
+        console = Console(run.loader.total_steps, log_file=config.sinks.log_file)
+        stack.callback(console.close)
+        sinks = Sinks(
+            config.sinks,
+            config.output_dir,
+            {**config.model_dump(mode="json"), "task": run.task.settings()},
+            resume_step=run.progress.step if run.resumed_from else None,
+            warn=lambda message: console.note(f"warning: {message}"),
+        )
+        stack.callback(sinks.close)
+        self.events.listeners += [console, sinks]
+        first, *others = banner(run)
+        for line in (first, *also_say, *others):
+            console.note(line)
+
+    def enter(self, batch: StepBatch) -> None:
+        """Enter what this rank took in a step into the ledger, and what went wrong at it."""
+        step = self.run.progress.step
+        for micro_batch in batch.micro_batches:
+            for fault in micro_batch.faults:
+                self.events.write("worker_lost", step, **asdict(fault), message=str(fault))
+                self._say_alone(str(fault))
+            if micro_batch.counts:
+                self._entered.setdefault(batch.epoch, []).append(micro_batch.visited)
+                for sample, reason in micro_batch.skipped:
+                    self.events.write("sample_skipped", step, sample=sample, reason=reason)
+                    self._say_alone(f"skipped sample {sample}: {reason}")
+
+    def _say_alone(self, message: str) -> None:
+        """Say what this rank has met, unless it is the first, whose console does."""
+        if not self.run.world.is_first:
+            _log.warning("rank %d: %s", self.run.world.rank, message)
+
+    def sum_ledger(self) -> Ledger:
+        """Add every rank's entries to the run's ledger. Collective."""
+        run = self.run
+        for epoch, ids in self._entered.items():  # many at once cost little more than one
+            self.local_ledger.add(epoch, np.concatenate(ids))
+        self._entered = {}
+        run.progress.ledger = run.progress.ledger.plus(self.local_ledger, run.world.all_sum)
+        self.local_ledger = Ledger()
+        return run.progress.ledger
+
+    def log(self, report: StepReport) -> None:
+        """Write one line of numbers, all reduced over ranks. Collective."""
+        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
+        progress.settle()  # the interval ends when the device has come to here
+        timing = self.throughput.interval()
+        own = torch.tensor([[*timing.values(), own_seconds(run.model), len(run.logged)]])
+        # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
+        columns = zip(*run.world.all_gather(own).tolist(), strict=True)
+        rates, times, waits, paces, num_logged = columns
+        stands_out = max(waits) - min(waits) > 0.1
+        slow, ratio = slow_rank(paces) or (None, None)
+        self._slow, is_slow = slow, slow is not None and slow == self._slow  # twice: no accident
+        sums = progress.interval.items()
+        means = {name: value / weight for name, (value, weight) in sums if weight}
+        progress.interval = {}
+        self.events.write(
+            "step",
+            progress.step,
+            loss=means.pop("loss", math.nan),  # all were left out
+            parts=means,
+            **({"logged": self._all_logged()} if max(num_logged) else {}),
+            learning_rate=run.optimizer.param_groups[0]["lr"],
+            grad_norm=float(report.grad_norm),
+            epoch=progress.consumed / plan.samples_per_epoch,
+            samples=progress.consumed,
+            ledger=str(self.sum_ledger()),
+            samples_per_second=min(rates),
+            step_time_s=max(times),
+            data_wait_share=max(waits),
+            data_wait_rank=waits.index(max(waits)) if stands_out else None,
+            slow_rank=slow if is_slow else None,
+            slow_ratio=ratio if is_slow else None,
+            local_step_time_s=timing["step_time_s"],
+            local_data_wait_share=timing["data_wait_share"],
+        )
+
+    def _all_logged(self) -> dict[str, float]:
+        """Return the mean of what callbacks of all ranks logged since the last line. Collective."""
+        local = {name: [float(total), num] for name, (total, num) in self.run.logged.items()}
+        self.run.logged = {}
+        sums: dict[str, list[float]] = {}
+        for text in self.run.world.all_texts(json.dumps(local)):
+            for name, (total, num) in json.loads(text).items():
+                before = sums.get(name, [0.0, 0])
+                sums[name] = [before[0] + total, before[1] + num]
+        return {name: total / num for name, (total, num) in sums.items()}
+
+    def close_epoch(self) -> None:
+        """Say what the epoch consumed, and prove it. Collective."""
+        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
+        epoch, seen = progress.consumed // plan.samples_per_epoch, self.sum_ledger()
+        expected = Ledger.of_epoch(run.loader.order, plan, epoch - 1)
+        progress.settle()
+        loss_sum, weight = progress.epoch.get("loss", (0.0, 0.0))  # or every step was left out
+        verdict = "each once" if seen == expected else "NOT each once"
+        self.events.write(
+            "epoch",
+            progress.step,
+            epoch=epoch,
+            loss=loss_sum / weight if weight else math.nan,
+            samples=seen.count,
+            num_samples=plan.samples_per_epoch,
+            each_once=seen == expected,
+            message=f"{seen.count} of {plan.samples_per_epoch} samples, {verdict}",
+        )
+        progress.epoch, progress.ledger = {}, Ledger()
+
+
+def banner(run: Run) -> list[str]:
+    """Return what a run says of itself before its first step."""
+    world, plan, rate = run.world, run.contract.plan, run.config.rate
+    total_steps = run.loader.total_steps
+    by = world.launcher + (f", {world.backend}" if world.backend else "")
+    lines = [f"lockstep: {run.task.name} on {world.size} x {world.device.type} (started by {by})"]
+    lines += [*run.task.banner(world, run.contract), *run.contract.describe()]
+    limit = run.config.max_grad_norm
+    lines.append(f"Gradient clipping: {'none' if limit is None else f'at norm {limit:g}'}")
+    lines += [f"passed over {path}: {reason}" for path, reason in run.rejected]
+    lines += [
+        f"warning: the checkpoint holds the state of callback {name}, which this run does not have"
+        for name in run.unclaimed_states
+    ]
+    warmup = warmup_length(run.config.schedule, plan.steps_per_epoch)
+    if warmup > total_steps:
+        lines.append(f"warning: the warm-up of {warmup} steps outlasts the run of {total_steps}")
+    fixed = run.config.batch.global_batch_size or rate.reference_batch
+    # A resumed run keeps the rate of the ranks it began on.
+    if rate.lr_scaling == "linear" and plan.began_on > 1 and plan.global_batch == fixed:
+        lines.append(
+            f"warning: linear scaling multiplies the rate by {plan.began_on}, but the effective "
+            f"batch is still {plan.global_batch}"
+        )
+    lines += [
+        f"warning: the {name} samples were not compared between ranks: two reads of a sample gave "
+        f"different contents, or took longer than {READ_S:g} s"
+        for name in run.not_compared
+    ]
+    if is_stream(run.loader.dataset):
+        lines.append(
+            "the training data are a stream: read in the order it comes, from its start again "
+            "when it ends; every rank reads all of it, and a resume reads up to where it was"
+        )
+    if is_sharded(run.model):
+        num = sum(map(is_sharded, run.model.modules())) - 1
+        blocks = f"{num} blocks gathered in turn" if num else "warning: no block (Task.blocks)"
+        lines.append(f"fsdp: parameters cut over {world.size} ranks, {blocks}")
+    is_merged = run.config.sync_batch_norm or run.config.exact or synchronises_itself(run.model)
+    if world.size > 1 and has_batch_norm(run.model) and not is_merged:
+        lines.append(
+            "warning: the running statistics of batch normalisation are the first rank's, so "
+            "metrics depend on the number of ranks; set sync_batch_norm=true, or exact=true"
+        )
+    if run.config.gradients.dtype and world.size > 1:
+        lines.append(f"gradients: exchanged in {run.config.gradients.exchange_in}")
+    if run.config.exact:
+        lines.append(
+            f"exact: {', '.join(f'{name} {value}' for name, value in run.numerics.items())}"
+        )
+    if run.resumed_from is not None:
+        lines += [f"warning: {said}" for said in warnings_of(run.resumed_from, run.config)]
+        lines += describe_cut(run.resumed_from, plan, run.model, run.config.exact)
+    before = run.resumed_from.meta.get("numerics", {}) if run.resumed_from else {}
+    if run.config.exact and before and (changed := changes(before, run.numerics)):
+        lines.append(f"warning: the bits may differ from here on: {', '.join(changed)}")
+    if not run.model.training:
+        lines.append("warning: the model comes in evaluation mode and is trained in it")
+    owes_evaluation = run.progress.owes_evaluation and run.held_out is not None
+    if owes_evaluation:
+        lines.append(f"evaluating first: the evaluation at step {run.progress.step} is missing")
+    elif run.resumed_from is not None and run.progress.step >= total_steps:
+        lines.append(f"nothing to do: the run is complete at step {run.progress.step}")
+    return lines

@@ -1,0 +1,312 @@
+"""What a run goes on from, and what may have changed since.
+
+Owns: the choice of a checkpoint, which settings and data must be as they were, and the words
+for what is not. Does not own: how a state is restored.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep.checkpoint import Checkpoint, CheckpointStore
+from lockstep.config import RunConfig
+from lockstep.data.fingerprint import differences, take_print
+from lockstep.data.loader import plan_for
+from lockstep.dist.batch_norm import SyncBatchNorm, has_batch_norm, synchronises_itself
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.plan import (
+    BatchPlan,
+    Contract,
+    CutChange,
+    count_ranks,
+    resume_contract,
+    scaled_rate,
+)
+from lockstep.run.saved_run import check_saved_run, load_progress
+
+BINDING: tuple[str, ...] = (
+    "schedule",
+    "batch.drop_last",
+    "precision",
+    "max_grad_norm",
+    "sync_batch_norm",
+    "gradients.exchange_in",
+    "exact",
+    "evaluation.best_metric",
+    "evaluation.best_is",
+)
+"""Settings, or sections, that decide what is learned or what is best: a resume keeps them."""
+OF_BEST: tuple[str, ...] = ("evaluation.best_metric", "evaluation.best_is")
+"""Settings that may change as long as no evaluation has been the best one."""
+ROUNDING: tuple[str, ...] = ("compile", "num_threads", "gradients.bucket_mb")
+"""Settings that decide the last bits, as hardware does: they bind in exact mode alone. Others may
+change at any time, or are compared for what they amount to: the contract, `restore`."""
+
+
+def settled(config: RunConfig, store: CheckpointStore, job: str) -> RunConfig:
+    """Return the config of a run that `job` has started again: what it saved is not asked anew.
+
+    To discard, or to go back, is a word for the first start. Until that has saved something,
+    it is as if it had never been.
+    """
+    newest = store.latest(check_saved_run)[0] if config.resume != "auto" else None
+    theirs = newest.meta.get("job", "") if newest else None
+    # A launch without an id is "none" on several machines, and more than that on one of them.
+    is_its_own = theirs == job or (theirs and os.path.commonprefix([theirs, job]) == "none")
+    return config.model_copy(update={"resume": "auto"}) if is_its_own else config
+
+
+def choose_checkpoint(
+    store: CheckpointStore, resume: str
+) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """Return the checkpoint to go on from, and why newer ones were passed over."""
+    if resume == "discard":
+        return None, []
+    if resume not in ("auto", "never"):
+        checkpoint = store.open(resume)
+        check_saved_run(checkpoint)
+        return checkpoint, []
+    newest, rejected = store.latest(check_saved_run)
+    if resume == "never" and (newest or rejected):
+        found = newest.path if newest else rejected[0][0]
+        raise ConfigError(
+            f"{found} is from an earlier run, and resume is 'never'",
+            "resume=auto to go on with it, or another output_dir",
+        )
+    left = [(path, "set aside") for path in sorted(store.folder.glob("superseded_*"))]
+    if newest is None and (rejected or left):  # killed while it went elsewhere, perhaps
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected + left)
+        raise CheckpointError(
+            f"no checkpoint in {store.folder} is whole ({reasons})",
+            "another output_dir, or the path of one to resume",
+        )
+    return newest, rejected
+
+
+def agree_on_contract(
+    config: RunConfig,
+    data: Any,
+    world_size: int,
+    checkpoint: Checkpoint | None = None,
+    gathers: bool = False,
+) -> Contract:
+    """Return the batch and rate contract: fresh, or the checkpoint's on this many ranks."""
+    if checkpoint is None:
+        return _fresh_contract(config, data, world_size)
+    stored = _stored_contract(checkpoint)
+    asked, was = config.batch.global_batch_size, stored.plan
+    try:
+        fresh = _fresh_contract(config, data, world_size)
+    except ConfigError:
+        if world_size <= was.began_on:
+            raise
+        # So many ranks would need a larger step than these settings or data allow. A resumed run
+        # does not: it keeps the step it began with.
+        began = _fresh_contract(config, data, was.began_on)
+        fresh = replace(began, plan=began.plan.on_ranks(world_size))
+    if config.sync_batch_norm and checkpoint.meta.get("config", {}).get("sync_batch_norm"):
+        stored = replace(stored, plan=was.with_cut_of(fresh.plan))
+    is_other = asked not in (None, was.global_batch)
+    if is_other and not config.accept_changes:
+        raise ConfigError(
+            f"the checkpoint was trained with global_batch_size {was.global_batch}, "
+            f"this run asks for {asked}",
+            "use the old number, or pass accept_changes=true to train on with the new one",
+        )
+    agreed = fresh if is_other else resume_contract(stored, fresh, config.accept_changes)
+    # The same global batch on other ranks is another loss here: fewer samples meet at a time.
+    if gathers and not config.accept_changes:
+        CutChange(was, agreed.plan).raise_for_gather()
+    if config.exact and agreed.plan.cut_for_ranks:
+        if not config.accept_changes:
+            raise ConfigError(
+                f"{world_size} ranks, but a step is {was.num_leaves} x {was.leaf_size} samples: "
+                "with smaller micro-batches exact mode would give other bits",
+                f"use {count_ranks(was.num_leaves)} or fewer, or pass accept_changes=true to train "
+                "on with smaller micro-batches and other bits",
+            )
+        # From here on the bits are the same for any number of ranks again.
+        agreed = replace(agreed, plan=agreed.plan.halved_for_ranks())
+    return agreed
+
+
+def _fresh_contract(config: RunConfig, data: Any, world_size: int) -> Contract:
+    plan = plan_for(data, config.batch, world_size)
+    effective = scaled_rate(config.rate, world_size, plan.global_batch)
+    return Contract(plan, config.rate.lr, config.rate.lr_scaling, effective, config.seed)
+
+
+def _stored_contract(checkpoint: Checkpoint) -> Contract:
+    if "contract" not in checkpoint.meta:
+        raise CheckpointError(
+            f"{checkpoint.path} was saved by a custom loop",
+            "resume it with that loop, or use another output_dir",
+        )
+    return Contract.from_json(checkpoint.meta["contract"])
+
+
+def check_batch_norm(
+    model: nn.Module, checkpoint: Checkpoint | None, plan: BatchPlan, config: RunConfig
+) -> None:
+    """Refuse a resume in which batch normalisation sees another number of samples at a time.
+
+    Raises:
+        ConfigError: with the samples that statistics see, before and now.
+    """
+    if checkpoint is None or config.accept_changes:
+        return
+    change = CutChange(_stored_contract(checkpoint).plan, plan)
+    before, now = _normalised(checkpoint, plan, model)
+    instead = also = ""
+    if config.sync_batch_norm:
+        size, rest = divmod(before, plan.world_size)
+        if not rest:
+            instead = f"set batch.batch_size={size} (still {plan.global_batch} samples a step), "
+    elif not synchronises_itself(model):
+        also = f"; together with sync_batch_norm=true statistics see {plan.total_batch} samples"
+    change.raise_for_batch_norm(before, now, instead, also)
+
+
+def describe_cut(
+    checkpoint: Checkpoint, plan: BatchPlan, model: nn.Module, exact: bool
+) -> list[str]:
+    """Return what to print where a resumed run cuts a step into other micro-batches."""
+    was = _stored_contract(checkpoint).plan
+    if (was.global_batch, was.batch_size) != (plan.global_batch, plan.batch_size):
+        return []  # the user asked for that
+    lines = []
+    if plan.leaf_size != was.leaf_size:
+        lines.append(
+            f"saved on {count_ranks(was.world_size)}, resumed on {count_ranks(plan.world_size)}: "
+            f"micro-batches of {plan.leaf_size} samples instead of {was.leaf_size}, "
+            f"still {plan.global_batch} samples a step"
+            + ("; warning: the bits differ from here on" if exact else "")
+        )
+    before, now = _normalised(checkpoint, plan, model)
+    if before != now:
+        lines.append(
+            f"warning: batch normalisation sees {now} samples at a time instead of {before}"
+        )
+    return lines
+
+
+def _normalised(checkpoint: Checkpoint, plan: BatchPlan, model: nn.Module) -> tuple[int, int]:
+    """Return how many samples batch normalisation saw at a time, and sees now."""
+    if not has_batch_norm(model):
+        return 0, 0
+    was = _stored_contract(checkpoint).plan
+    own = synchronises_itself(model)
+    was_synchronised = own or checkpoint.meta["config"].get("sync_batch_norm", False)
+    is_synchronised = own or any(isinstance(m, SyncBatchNorm) for m in model.modules())
+    before = was.total_batch if was_synchronised else was.leaf_size
+    now = plan.total_batch if is_synchronised else plan.leaf_size
+    return before, now
+
+
+def flat_settings(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested settings by their dotted names.
+
+    >>> flat_settings({"seed": 1, "rate": {"lr": 0.1}})
+    {'seed': 1, 'rate.lr': 0.1}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        below = isinstance(value, Mapping) and value
+        flat |= flat_settings(value, f"{above}{name}.") if below else {above + name: value}
+    return flat
+
+
+def is_among(name: str, names: Iterable[str]) -> bool:
+    """Say whether a dotted name is one of `names`, or below one."""
+    return any(f"{name}.".startswith(f"{above}.") for above in names)
+
+
+def free_settings(checkpoint: Checkpoint | None) -> Sequence[str]:
+    """Return the settings that mean nothing yet: what is best, before anything was."""
+    if checkpoint is None or "contract" not in checkpoint.meta:
+        return ()
+    return OF_BEST if load_progress(checkpoint).best is None else ()
+
+
+def changed_settings(
+    checkpoint: Checkpoint | None,
+    config: RunConfig,
+    task_settings: Mapping[str, Any],
+    may_change: Sequence[str] = (),
+    free: Sequence[str] = (),
+) -> list[str]:
+    """Return the settings that decide the result and differ from the checkpoint's, old -> new.
+
+    A key the checkpoint does not know had its default then. Of the task's own settings all
+    count but those at or below a name in `may_change`, of the run's all but those in `free`.
+    """
+    if checkpoint is None or "config" not in checkpoint.meta:
+        return []
+    now = flat_settings(config.model_dump(mode="json"))
+    then = flat_settings(RunConfig().model_dump(mode="json"))
+    then |= flat_settings(checkpoint.meta["config"])
+    binding = BINDING + (ROUNDING if config.exact else ())
+    names = [name for name in now if is_among(name, binding) and name not in free]
+    pairs = [(name, then.get(name), now[name]) for name in names]
+    if "task" in checkpoint.meta:
+        old = flat_settings(checkpoint.meta["task"])
+        new = flat_settings(json.loads(json.dumps(task_settings)))
+        names = [n for n in sorted(old.keys() | new.keys()) if not is_among(n, may_change)]
+        pairs += [(f"task.{name}", old.get(name), new.get(name)) for name in names]
+    return [f"{name} {old!s:.200} -> {new}" for name, old, new in pairs if old != new]
+
+
+def take_prints(
+    data: Any, held_out: Any, seed: int, checkpoint: Checkpoint | None, is_full: bool
+) -> dict[str, Any]:
+    """Return what the data hold now, in the form the checkpoint has it; see `take_print`."""
+    before = checkpoint.meta.get("data", {}) if checkpoint else {}
+    named = {"training": data, "held-out": held_out}
+    return {name: take_print(kept, seed, before.get(name), is_full) for name, kept in named.items()}
+
+
+def changed_data(
+    checkpoint: Checkpoint | None, prints: Mapping[str, Any], data: Mapping[str, Any]
+) -> list[str]:
+    """Return what has changed in the data since the checkpoint."""
+    before = checkpoint.meta.get("data", {}) if checkpoint else {}
+    found = {name: differences(before.get(name, {}), prints[name], data[name]) for name in prints}
+    return [f"{name} data: {what}" for name, what in found.items() if what]
+
+
+def agree_to_go_on(
+    checkpoint: Checkpoint | None,
+    config: RunConfig,
+    changes: list[str],
+    agree: Callable[[], Contract],
+) -> Contract:
+    """Return what `agree` does, or refuse all that has changed since the checkpoint at once."""
+    if config.accept_changes or not changes:
+        return agree()
+    try:
+        agree()
+    except ConfigError as error:
+        changes = [*changes, error.problem]
+    raise ConfigError(
+        f"this is not what the checkpoint was trained with: {'; '.join(changes)}",
+        "set what is listed back to its old value, or pass accept_changes=true to continue with "
+        "the new ones",
+    )
+
+
+def warnings_of(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
+    """Return what a user should know of a checkpoint that the run goes on from all the same."""
+    then = {**RunConfig().model_dump(), **checkpoint.meta.get("config", {})}
+    now = config.model_dump(include={"epochs", "max_steps"})
+    lengths = [f"{n} {then[n]} -> {value}" for n, value in now.items() if then[n] != value]
+    said = []
+    if lengths and config.schedule.shape == "cosine":
+        said.append(f"the cosine ends elsewhere than it did: {', '.join(lengths)}")
+    if "data" not in checkpoint.meta:
+        said.append(f"{checkpoint.path} does not say what its data held: not compared")
+    return said

@@ -1,0 +1,355 @@
+"""One run: its parts, and how they are saved and restored together.
+
+Owns: the state of a run. Does not own: building it (`build.py`) or taking its steps.
+"""
+
+import gc
+import json
+import platform
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.callback import Callbacks
+from lockstep.checkpoint import (
+    KERNELS,
+    Checkpoint,
+    CheckpointStore,
+    fit_groups,
+    load_model_state,
+    load_optimizer,
+    load_scaler,
+    snapshot,
+)
+from lockstep.config import RunConfig
+from lockstep.data.ledger import Ledger
+from lockstep.data.loader import Loader
+from lockstep.dist.agreement import together
+from lockstep.dist.ddp import Averaging, bare, replicate
+from lockstep.dist.environment import launched
+from lockstep.dist.same_state import REGISTER, check_registered, check_same_optimizer
+from lockstep.dist.trained import TrainedParameters, describe_changes, differences, list_names
+from lockstep.dist.world import World
+from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
+from lockstep.exact.reducer import LeafSum
+from lockstep.plan import Contract
+from lockstep.run.average import Averages
+from lockstep.run.progress import Progress
+from lockstep.run.saved_run import check_saved_run, load_progress
+from lockstep.task import Task
+
+
+@dataclass
+class Run:
+    """The parts of one run."""
+
+    task: Task
+    config: RunConfig
+    world: World
+    contract: Contract
+    loader: Loader
+    held_out: Any
+    model: nn.Module
+    optimizer: Optimizer
+    base_rates: list[float]
+    averages: Averages
+    scaler: torch.amp.GradScaler | None
+    autocast: torch.autocast | None
+    store: CheckpointStore
+    progress: Progress = field(default_factory=Progress)
+    resumed_from: Checkpoint | None = None
+    rejected: list[tuple[Path, str]] = field(default_factory=list)
+    prints: dict[str, Any] = field(default_factory=dict)
+    """What the data held when the run began."""
+    not_compared: list[str] = field(default_factory=list)
+    """Which data, "training" or "held-out", could not be compared between ranks."""
+    leaf_sum: LeafSum | None = None
+    """In exact mode, what adds up."""
+    averaging: Averaging | None = None
+    """Else, what averages gradients over ranks. One's own, then `replicate`: docs/own_loop.md."""
+    numerics: dict[str, str] = field(default_factory=dict)
+    rate_factor: float | None = None
+    """What `set_rate` was last called with."""
+    trained_at_start: list[str] = field(default_factory=list)
+    """The parameters that the task's model trains before any is frozen or unfrozen."""
+    pending_optimizer: dict[str, Any] | None = None
+    """The saved state of an optimizer to which the run had added parameter groups; this one is
+    to add them again."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    unclaimed_states: list[str] = field(default_factory=list)
+    """The callbacks whose state the checkpoint holds, and that this run does not have."""
+    logged: dict[str, tuple[Tensor | float, int]] = field(default_factory=dict)
+    """Sum and number of what callbacks logged on this rank since the last log line, by name."""
+    stop_reason: str = ""
+    """Why a callback of this rank wants the run to stop."""
+    broken: Tensor | None = None
+    """On a GPU, whether a step of the trainer's was no longer arithmetic; see `train_step`."""
+
+    def __post_init__(self) -> None:
+        self.trained = TrainedParameters(bare(self.model), self.optimizer)
+
+    @property
+    def step(self) -> int:
+        """How many weight updates were made."""
+        return self.progress.step
+
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Add a number to the next log line: the mean over calls since the last, on all ranks."""
+        number = value.detach() if isinstance(value, Tensor) else float(value)
+        total, num = self.logged.get(name, (0.0, 0))
+        self.logged[name] = (total + number, num + 1)
+
+    def stop(self, reason: str) -> None:
+        """Ask for a clean stop after this step: saved, on all ranks, with exit code 0."""
+        self.stop_reason = reason or "a callback asked for it"
+
+    def parts(self) -> dict[str, Any]:
+        """Return all that a resumed run needs, by name."""
+        callbacks = self.callbacks.state_dict()
+        return {
+            **({"callbacks": callbacks} if callbacks else {}),
+            "model": bare(self.model).state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": self.progress.state(),
+            "task": self.task.state(),
+            **{f"average_{d}": self.averages.state(d) for d in self.config.averages},
+            **({"scaler": self.scaler.state_dict()} if self.scaler else {}),
+        }
+
+    def meta(self, progress: Progress) -> dict[str, Any]:
+        """Return what a checkpoint says of the run beside its tensors."""
+        return {
+            "world_size": self.world.size,
+            "job": launched().job,
+            "contract": self.contract.to_json(),
+            "consumed": progress.consumed,
+            "ledger": str(progress.ledger),
+            "epochs_completed": progress.consumed // self.contract.plan.samples_per_epoch,
+            "config": self.config.model_dump(mode="json"),
+            "task": self.task.settings(),
+            "data": self.prints,
+            "trained": self.trained.names,
+            "trained_at_start": self.trained_at_start,
+            "versions": versions(),
+            "numerics": self.numerics,
+        }
+
+    def keep_evidence(self, step: int) -> Path:
+        """Save the present weights as those that `step` updates left, where no resume looks."""
+        store = CheckpointStore(
+            Path(self.config.output_dir) / "non_finite", keep_last=None, recipe=self.task.name
+        )
+        parts = snapshot(self.parts(), self.world.is_first)
+        if self.world.is_first:
+            plan, loader = self.contract.plan, self.loader
+            consumed = loader.consumed_before(step)
+            epoch, into = divmod(consumed, plan.samples_per_epoch)
+            ledger = Ledger.of_epoch(loader.order, plan, epoch, into)
+            progress = Progress(step, consumed, self.progress.best, ledger)
+            parts["progress"] = progress.state()
+            shutil.rmtree(store.path(step), ignore_errors=True)  # of a run that went another way
+            store.save(step, parts, {**self.meta(progress), "names": [], "metrics": {}})
+        return store.path(step)
+
+    def set_rate(self, factor: float) -> None:
+        """Give every parameter group its base rate times `factor`.
+
+        The base rate of a group that was added during the run is the rate it was added with.
+        """
+        groups = self.optimizer.param_groups
+        if len(groups) < len(self.base_rates):
+            raise ConfigError(
+                f"the optimizer has {len(groups)} parameter groups and had {len(self.base_rates)}",
+                "keep the groups, and set requires_grad of what is not to be trained to False",
+            )
+        self.base_rates += [group["lr"] for group in groups[len(self.base_rates) :]]
+        for group, base in zip(groups, self.base_rates, strict=True):
+            group["lr"] = base * factor
+        self.rate_factor = factor
+
+    def replicate(self) -> None:
+        """Replicate the model, again where it was before; train what requires a gradient now.
+
+        Collective.
+        """
+        if bare(self.model) is not self.model:
+            self.model = bare(self.model)
+            gc.collect()  # an error may hold the old replica, which would still take gradients
+        way, mb = self.leaf_sum or self.averaging, self.config.gradients.bucket_mb
+        self.model = replicate(self.model, self.world, way, mb)
+        self.averages.follow()
+        pending = self.pending_optimizer
+        num_groups = len(pending["param_groups"]) if pending else 0
+        self.trained = TrainedParameters(bare(self.model), self.optimizer, num_groups)
+
+    def follow_trained(self) -> str:
+        """Replicate the model for the parameters that are trained now. Collective.
+
+        Returns:
+            What has changed, in a few words.
+
+        Raises:
+            ConfigError: on all ranks: they do not train the same parameters, or some that are in
+                no parameter group.
+        """
+        began, ended = self.trained.changes()
+        said = self.world.all_texts(json.dumps([began, ended]))
+        other = next((rank for rank, text in enumerate(said) if text != said[0]), None)
+        if other is not None:
+            here, there = (describe_changes(*json.loads(said[rank])) for rank in (0, other))
+            raise ConfigError(
+                f"ranks 0 and {other} do not train the same parameters (rank 0: {here}; rank "
+                f"{other}: {there})",
+                "change requires_grad on every rank, in the same step",
+            )
+        together(self.world, lambda: self._check_optimized(began))
+        check_same_optimizer(bare(self.model), self.optimizer, self.world)
+        pending, groups = self.pending_optimizer, self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        self.base_rates += rates[len(self.base_rates) :]
+        if pending and len(groups) == len(pending["param_groups"]):
+            together(self.world, lambda: self._load_optimizer(pending))
+            self.pending_optimizer = None
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+        if self.rate_factor is not None:  # a group that was added has no part in it yet
+            self.set_rate(self.rate_factor)
+        self.replicate()
+        return describe_changes(began, ended)
+
+    def _check_optimized(self, names: list[str]) -> None:
+        """Refuse parameters that no update would move."""
+        optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        parameters = dict(bare(self.model).named_parameters())
+        own = {id(parameter) for parameter in parameters.values()}
+        check_registered(self.optimizer, own, "the model", REGISTER)
+        lost = [name for name in names if id(parameters[name]) not in optimized]
+        if lost:
+            raise ConfigError(
+                f"{list_names(lost)} now require a gradient, and no parameter group of the "
+                "optimizer has them",
+                "add them with optimizer.add_param_group, or build the optimizer with all "
+                "parameters: it leaves out those that are frozen",
+            )
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take back what `parts` returned; the task's own part came before the model."""
+        self._restore_trained(checkpoint)
+        self._restore_weights(checkpoint)
+        saved = checkpoint.load("optimizer")
+        if len(saved["param_groups"]) > len(self.optimizer.param_groups):
+            self.pending_optimizer = saved
+        if "callbacks" in checkpoint.parts:
+            self.unclaimed_states = self.callbacks.load_state_dict(checkpoint.load("callbacks"))
+        self.progress = load_progress(checkpoint)
+        self.progress.consumed = self._consumed_now(checkpoint)
+        self.loader.seek(self.progress.step, self.progress.consumed)
+        self.resumed_from = checkpoint
+
+    def rewind(self) -> int:
+        """Take back the weights of the newest checkpoint, but not its place in the data.
+
+        Returns:
+            Its step.
+        """
+        checkpoint, _ = self.store.latest(check_saved_run)
+        if checkpoint is None:
+            raise NonFiniteError("there is no checkpoint to rewind to", "checkpoint.every_steps")
+        self._restore_weights(checkpoint)
+        return checkpoint.step
+
+    def _restore_trained(self, checkpoint: Checkpoint) -> None:
+        """Freeze and unfreeze what the run had frozen and unfrozen by the checkpoint."""
+        then = checkpoint.meta.get("trained")
+        began_with = checkpoint.meta.get("trained_at_start", [])
+        now, named = self.trained_at_start, dict(bare(self.model).named_parameters())
+        if then is None or now == then or not named.keys() >= {*then, *began_with}:
+            return  # another model altogether is refused with its weights
+        if now != began_with:  # the task has changed, and what it trains now is no accident
+            if not self.config.accept_changes:
+                changes = describe_changes(*differences(began_with, now))
+                raise ConfigError(
+                    f"this model does not train what the checkpoint's did: {changes}",
+                    "train the same parameters, or pass accept_changes=true",
+                )
+            return
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in then)
+
+    def _restore_weights(self, checkpoint: Checkpoint) -> None:
+        """Take back model, optimizer, averages and scaler; an error says of which checkpoint."""
+        try:
+            self._load_weights(checkpoint)
+        except CheckpointError as error:
+            if str(checkpoint.path) in error.problem:
+                raise
+            problem = f"{checkpoint.path}: {error.problem}"
+            raise CheckpointError(problem, error.remedy) from error
+
+    def _load_weights(self, checkpoint: Checkpoint) -> None:
+        load_model_state(bare(self.model), checkpoint.load("model"))
+        self._load_optimizer(checkpoint.load("optimizer"))
+        for decay in self.config.averages:
+            name = f"average_{decay}"
+            saved = [p.partition("_")[2] for p in checkpoint.parts if p.startswith("average_")]
+            if name not in checkpoint.parts:
+                raise CheckpointError(
+                    f"{checkpoint.path} holds no average of decay {decay}",
+                    f"the decays it was saved with: {', '.join(saved) or 'none'}",
+                )
+            always = checkpoint.meta.get("trained_at_start", self.trained_at_start)
+            self.averages.load_state(decay, checkpoint.load(name), required=always)
+        if self.scaler and "scaler" in checkpoint.parts:
+            load_scaler(self.scaler, checkpoint.load("scaler"))
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        """Take back the optimizer's state, but not silently its old settings."""
+        apart = {"params", "lr", "initial_lr", *KERNELS}
+        asked = [
+            {name: value for name, value in group.items() if name not in apart}
+            for group in self.optimizer.param_groups
+        ]
+        try:
+            load_optimizer(self.optimizer, fit_groups(self.optimizer, state))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(
+                f"the optimizer's saved state does not fit: {error}",
+                "use the same optimizer with the same parameter groups",
+            ) from error
+        for group, wanted in zip(self.optimizer.param_groups, asked, strict=True):
+            changed = {n: value for n, value in wanted.items() if not _is_same(group.get(n), value)}
+            if changed and not self.config.accept_changes:
+                old = ", ".join(f"{n} {group.get(n)} -> {value}" for n, value in changed.items())
+                raise ConfigError(
+                    f"the checkpoint was trained with another optimizer: {old}",
+                    "the old settings, or accept_changes=true to go on with the new ones",
+                )
+            if changed.keys() - group.keys():  # of another kind: what it has is none of ours
+                self.optimizer.state.clear()
+            group.update(changed)
+
+    def _consumed_now(self, checkpoint: Checkpoint) -> int:
+        """Return the position, moved to a whole step where an accepted change cut epochs anew."""
+        stored, plan = Contract.from_json(checkpoint.meta["contract"]).plan, self.contract.plan
+        kept = (stored.samples_per_epoch, stored.global_batch)
+        if kept == (plan.samples_per_epoch, plan.global_batch):
+            return self.progress.consumed
+        epochs, into = divmod(self.progress.consumed, stored.samples_per_epoch)
+        whole = min(into, plan.samples_per_epoch - 1) // plan.global_batch * plan.global_batch
+        return epochs * plan.samples_per_epoch + whole
+
+
+def _is_same(saved: Any, built: Any) -> bool:
+    """Say whether an optimizer has the same setting, a number or a tensor of the same value."""
+    plain = [v.tolist() if isinstance(v, Tensor) else v for v in (saved, built)]
+    return bool(plain[0] == plain[1])
+
+
+def versions() -> dict[str, str]:
+    """Return what a later reader must know to repeat the run."""
+    return {"python": platform.python_version(), "torch": str(torch.__version__)}

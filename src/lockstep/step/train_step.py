@@ -1,0 +1,216 @@
+"""One optimizer step, top to bottom.
+
+Owns: the order of events between "here are the micro-batches" and "the weights have changed".
+Does not own: where batches come from, the learning rate, when to log or to save. Every rank calls
+`train_step` the same number of times; that is the contract the whole package is named after.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lockstep.data.batch import MicroBatch, StepBatch
+from lockstep.dist import position
+from lockstep.dist.batch_norm import padding, refuse_other_cut, refuse_padding
+from lockstep.dist.ddp import bare, sync_buffers
+from lockstep.dist.trained import TrainedParameters
+from lockstep.dist.world import World
+from lockstep.errors import LockstepError
+from lockstep.exact.contrastive import Meeting, meet
+from lockstep.exact.reducer import LeafSum
+from lockstep.randomness import seed_everything
+from lockstep.step.memory import Rows, compare_names, fit_together
+from lockstep.step.partial import as_partial, names_of, number, row_of
+from lockstep.step.reduction import Reduction, choose_reduction
+from lockstep.step.report import StepReport
+from lockstep.step.update import Update, begin_momentum, choose_update
+from lockstep.task import Context, PartialLoss
+
+Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
+"""A task's `loss`, or any function of the same shape."""
+Weights = Callable[[Any, Context], Mapping[str, Tensor | float]]
+"""A task's `weights`."""
+
+
+def train_step(
+    loss: Loss,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: StepBatch,
+    world: World,
+    *,
+    weights: Weights | None = None,
+    seed: int = 0,
+    max_grad_norm: float | None = None,
+    autocast: AbstractContextManager[Any] | None = None,
+    scaler: GradScaler | None = None,
+    leaf_sum: LeafSum | None = None,
+    broken: Tensor | None = None,
+    agree_on_memory: bool = False,
+    trained: TrainedParameters | None = None,
+    buffers_later: bool = False,
+) -> StepReport:
+    """Update the weights once, along the gradient of the mean over the global batch. Collective.
+
+    A step whose loss or gradient is not finite, or whose total weight is negative, leaves the
+    weights unchanged.
+
+    Args:
+        leaf_sum: Exact mode's gradient reducer; `model` was replicated with it.
+        broken: From `new_flag`: a sticky non-finite flag on the GPU. Once set, later steps leave
+            the weights unchanged, so that the host need not look at each. Not with a scaler.
+        agree_on_memory: A rank that runs out of memory fails the step on all ranks. Not for a
+            loss that itself communicates with other ranks.
+        trained: The parameters whose gradients are exchanged; unless given, those that the model
+            was replicated with.
+        buffers_later: Leave each rank's buffers as its own forward passes made them. Call
+            `world.sync_buffers(model)` before they are used; until then an evaluation differs
+            between ranks. Otherwise every rank has the first rank's buffers after the step.
+
+    Raises:
+        OutOfMemoryError: on all ranks; the weights are unchanged. Replicate the model again.
+        TrainedParametersError: `requires_grad` changed after the model was replicated; the
+            weights are unchanged. On all ranks with `agree_on_memory`, else on the rank that saw
+            it.
+    """
+    reduction = choose_reduction(model, world, leaf_sum)
+    update = choose_update(optimizer, world.device, scaler, broken)
+    trained = trained or reduction.trained
+    optimizer.zero_grad()  # half a step that failed, or another network's loss, may have left some
+    try:
+        reduction.check_optimizer(optimizer)
+        if batch.changed_cut:
+            refuse_other_cut(bare(model), batch.changed_cut)
+        if batch.num_leaves % world.size:
+            refuse_padding(bare(model), batch.num_leaves, world.size)
+        totals = all_weights(weights, batch, world, seed, reduction) if weights else {}
+        passes = _Passes(
+            loss, model, batch, world, reduction, update, trained, totals, seed, autocast, leaf_sum
+        )
+        if agree_on_memory:
+            rows, names = fit_together(passes.run, reduction)
+        else:
+            rows, names = passes.run()
+            if world.size > 1:
+                compare_names(names, world)
+        grads = reduction.gradients(optimizer)
+    except LockstepError as error:
+        error.is_before_update = True
+        raise
+
+    update.unscale(optimizer)
+    sums, norm = reduction.sums_and_norm(rows, grads, batch)
+    if totals:  # the terms of the loss are means already
+        least = torch.stack(tuple(totals.values())).min()
+        sums = torch.cat([sums[:1], torch.where(least < 0, least, 1.0)[None], sums[2:]])
+
+    # Divided by this, gradients are those of the global mean. No unit at all leaves no gradient;
+    # a negative number of them is no mean, and makes the step non-finite.
+    without_mean = torch.where(sums[1] == 0, math.inf, math.nan)
+    divisor = torch.where(sums[1] > 0, sums[1] / reduction.num_averaged, without_mean)
+    report = StepReport(sums, names, norm / divisor, rows)
+    if max_grad_norm is not None:
+        divisor = torch.maximum(divisor, norm.add(divisor, alpha=1e-6) / max_grad_norm)
+
+    begin_momentum(optimizer)
+    update.apply(optimizer, grads, divisor, report)  # calls optimizer.step()
+    optimizer.zero_grad()
+    reduction.end()
+    if not (buffers_later or leaf_sum):  # exact mode merges the statistics of all ranks itself
+        sync_buffers(model, world)
+    position.own.reach(batch.step + 1)
+    return report
+
+
+@dataclass
+class _Passes:
+    """The forward and backward passes of a step's micro-batches on this rank."""
+
+    loss: Loss
+    model: nn.Module
+    batch: StepBatch
+    world: World
+    reduction: Reduction
+    update: Update
+    trained: TrainedParameters | None
+    totals: Mapping[str, Tensor]
+    seed: int
+    autocast: AbstractContextManager[Any] | None
+    leaf_sum: LeafSum | None
+
+    def run(self) -> Rows:
+        """Leave gradients on the model; return a row of sums for each micro-batch."""
+        rows: list[Tensor] = []
+        names: list[str] | None = None
+        self.reduction.start(self.batch)
+        meetings = self.meet()
+        last = len(self.batch.micro_batches) - 1
+        for index, micro_batch in enumerate(self.batch.micro_batches):
+            meeting = meetings[index] if meetings else None
+            # Around the backward pass, too: activation checkpointing calls layers again there.
+            counting = nullcontext() if micro_batch.counts else padding(bare(self.model))
+            with self.reduction.micro_batch(micro_batch, is_last=index == last), counting:
+                own = self.forward(self.model, micro_batch, meeting)
+                names = names_of(own, names)
+                total = own.loss_sum + meeting.owed if meeting else own.loss_sum
+                self.update.scale(total).backward()  # type: ignore[no-untyped-call]
+            rows.append(row_of(own, names))
+        if self.trained:  # first: what it finds may be why an exchange is incomplete
+            self.trained.check()
+        self.reduction.check()
+        return rows, names or []
+
+    def meet(self) -> list[Meeting]:
+        """In exact mode, let the micro-batches of a loss that compares samples see each other."""
+        if self.leaf_sum is None or not self.leaf_sum.gathers:
+            return []
+        return meet(self.forward, bare(self.model), self.batch, self.world)
+
+    def forward(
+        self, model: nn.Module, micro_batch: MicroBatch, meeting: Meeting | None = None
+    ) -> PartialLoss:
+        """Return the loss of a micro-batch, with the random streams of its place."""
+        place = micro_batch.leaf.place
+        # For dropout and other random numbers of the model or the loss.
+        seed_everything(self.world.device, self.seed, self.batch.step, place)
+        context = Context(
+            self.world,
+            self.seed,
+            self.batch.step,
+            place,
+            counts=micro_batch.counts,
+            weights=self.totals,
+            meeting=meeting,
+            exact=self.leaf_sum is not None,
+            changed_cut=self.batch.changed_cut,
+        )
+        with self.autocast or nullcontext():
+            result = self.loss(model, micro_batch.data, context)
+            return as_partial(result, micro_batch, bool(self.totals))
+
+
+def all_weights(
+    weights: Weights, batch: StepBatch, world: World, seed: int, reduction: Reduction
+) -> dict[str, Tensor]:
+    """Return the step's total weight of each term of the loss. Collective."""
+    rows = []
+    for micro_batch in batch.micro_batches:
+        place = micro_batch.leaf.place
+        # As before the loss: what is drawn here to count units, the loss draws again.
+        seed_everything(world.device, seed, batch.step, place)
+        context = Context(world, seed, batch.step, place)
+        counted = weights(micro_batch.data, context)
+        if not counted:
+            return {}
+        numbers = [number(n, world.device) for n in counted.values()]
+        rows.append(torch.stack(numbers) * micro_batch.counts)
+    totals = reduction.total(rows, batch)
+    # A term without a unit in the whole step is a sum of nothing: 0 / 1.
+    return dict(zip(counted, torch.where(totals == 0, 1.0, totals), strict=True))

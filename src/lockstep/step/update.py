@@ -1,0 +1,121 @@
+"""Move the weights along reduced gradients, unless the step is not finite.
+
+Owns: one class for each way to find out: on the host, on the GPU, or by a gradient scaler. Does
+not own: the gradients, nor what a run does about a skipped step (`run/skipped_steps.py`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import SGD, Optimizer
+
+from lockstep.step.report import StepReport
+
+
+class Update:
+    """Looks at the reduced loss and gradient on the host before the optimizer steps.
+
+    Args:
+        flag: From `new_flag`. It is 1 from the first non-finite step on, and then no step
+            changes the weights.
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        self.flag = flag
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return what to call `backward` on."""
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Take back what `scale` did to the gradients."""
+
+    def apply(
+        self, optimizer: Optimizer, grads: list[Tensor], divisor: Tensor, report: StepReport
+    ) -> None:
+        """Divide the gradients by `divisor` and step; leave the weights of a non-finite step."""
+        divide(grads, divisor)
+        self.flag.copy_(torch.maximum(self.flag, report.finite.logical_not()))
+        self.step(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let the optimizer step unless the flag is set."""
+        if not bool(self.flag):
+            optimizer.step()
+
+
+class GatedUpdate(Update):
+    """Lets the GPU look at the flag, so that the host need not wait for it."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step; torch's fused optimizers leave the weights as they are if `found_inf` is 1."""
+        gated: Any = optimizer
+        gated.found_inf = self.flag  # as GradScaler does
+        optimizer.step()
+        gated.found_inf = None
+
+
+class ScaledUpdate(Update):
+    """Scales the loss for fp16; a step that overflows is skipped and the scale lowered."""
+
+    def __init__(self, scaler: GradScaler, flag: Tensor) -> None:
+        super().__init__(flag)
+        self.scaler = scaler
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss."""
+        return self.scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale."""
+        self.scaler.unscale_(optimizer)
+
+    def apply(
+        self, optimizer: Optimizer, grads: list[Tensor], divisor: Tensor, report: StepReport
+    ) -> None:
+        """Divide, and let the scaler call `optimizer.step()`."""
+        divide(grads, divisor)
+        # The scaler looked at the gradients before they were divided by what may be NaN.
+        for found in self.scaler._found_inf_per_device(optimizer).values():
+            found.copy_(torch.maximum(found, divisor.isnan()))
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+def choose_update(
+    optimizer: Optimizer, device: torch.device, scaler: GradScaler | None, flag: Tensor | None
+) -> Update:
+    """Return how this optimizer learns that a step is not finite."""
+    flag = new_flag(device) if flag is None else flag
+    if scaler:
+        return ScaledUpdate(scaler, flag)
+    # Torch's fused optimizers set this: they read `found_inf` on the GPU.
+    reads_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return GatedUpdate(flag) if device.type == "cuda" and reads_flag else Update(flag)
+
+
+def new_flag(device: torch.device) -> Tensor:
+    """Return the sticky flag that `train_step` takes: 0, and 1 after the first non-finite step."""
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def divide(grads: list[Tensor], divisor: Tensor) -> None:
+    """Divide all gradients in place; half precision would not hold the divisor."""
+    kind = torch.promote_types(grads[0].dtype.to_real(), torch.float32)
+    torch._foreach_div_(grads, divisor.to(kind))
+
+
+def begin_momentum(optimizer: Optimizer) -> None:
+    """Give the parameters of a fused SGD a momentum of 0 before their first step.
+
+    Were that step skipped on the device, torch would continue with whatever lay in memory; and
+    it does not take parameters with a momentum and, unfrozen later, without one in one group.
+    """
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"] and not group["dampening"]:
+            for p in (p for p in group["params"] if p.requires_grad and p not in optimizer.state):
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)

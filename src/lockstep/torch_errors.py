@@ -1,0 +1,40 @@
+"""The words of torch's errors that are searched for: torch has no types for these.
+
+Owns: every such text, and what it means. Does not own: what is done about it. A new version of
+torch may change its words: `tests/test_torch_errors.py` makes real processes fail in these ways.
+"""
+
+import re
+
+PEER_GONE = re.compile(
+    r"closed by peer|reset by peer|broken pipe|remote process exiting", re.IGNORECASE
+)
+"""What gloo says, and NCCL, when the process of another rank has ended."""
+TIMED_OUT = re.compile(r"timed? ?out(?!_s)", re.IGNORECASE)
+"""What torch says when another rank did not answer; `timeout_s` is a setting of ours."""
+COLLECTIVE_MODULE = "torch.distributed"
+"""Where the errors of NCCL and of the store are defined."""
+GLOO_SOURCE = re.compile(r"\bgloo/\w+/")
+"""What a plain RuntimeError of gloo contains: the path of the source file that raised it."""
+MIXED_SHARDS = "mixed torch.Tensor and DTensor"
+"""What FSDP2 says of a sharded parameter that is used outside the module that gathers it."""
+NOT_DETERMINISTIC = " does not have a deterministic implementation"
+"""What follows the name of an operation under `torch.use_deterministic_algorithms`."""
+CPU_ALLOCATOR = "CPUAllocator"
+"""What a RuntimeError contains if the host has no memory left: only GPUs have a type for it."""
+
+
+def is_of_collective(error: str, module: str) -> bool:
+    """Say whether an error came from a collective; `module` is where its type is defined.
+
+    The text alone does not tell: an upload can time out, too.
+    """
+    return module == COLLECTIVE_MODULE or GLOO_SOURCE.search(error) is not None
+
+
+def is_peer_gone(error: BaseException) -> bool:
+    """Say whether an error only means that the process of another rank has ended."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return is_of_collective(text, type(error).__module__) and PEER_GONE.search(text) is not None

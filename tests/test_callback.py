@@ -1,0 +1,335 @@
+"""Callbacks watch and extend a run: on every rank, in the same order, and through a resume."""
+
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import Callback, RunConfig, fit, read_events
+from lockstep.callback import Callbacks, RunView, load_callbacks
+from lockstep.checkpoint import CheckpointStore
+from lockstep.data.batch import StepBatch
+from lockstep.errors import ConfigError
+from lockstep.step.report import StepReport
+from lockstep.testing import TinyTask, run_ranks
+
+NUM_STEPS = 6
+EXAMPLE = Path(__file__).parents[1] / "examples" / "callbacks.py"
+
+
+def config_for(folder: Path, **more: Any) -> RunConfig:
+    values = {
+        "output_dir": str(folder),
+        "max_steps": NUM_STEPS,
+        "batch": {"batch_size": 2, "global_batch_size": 4},
+        "rate": {"lr": 0.05},
+        "evaluation": {"every_steps": 3, "save_best": False},
+        "checkpoint": {"every_steps": 2},
+        "log_every": 2,
+        "sinks": {"curves": False},
+        "device": "cpu",
+        "timeout_s": 20,
+    }
+    return RunConfig.parse({**values, **more})
+
+
+class Witness(Callback):
+    """Writes down what it is called with."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_run_start(self, run: RunView) -> None:
+        self.seen.append(f"start at {run.step}")
+
+    def on_step_start(self, run: RunView, batch: StepBatch) -> None:
+        self.seen.append(f"step {run.step}")
+
+    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+        self.seen.append(f"done {run.step}")
+
+    def on_evaluation_end(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        self.seen.append(f"evaluated {sorted(metrics)}")
+
+    def on_checkpoint_saved(self, run: RunView, path: Path) -> None:
+        assert (path / "manifest.json").exists()
+        self.seen.append(f"saved {path.name}")
+
+    def on_run_end(self, run: RunView, result: Any) -> None:
+        self.seen.append(f"end at {result.step}")
+
+
+def witnessed(folder: Path) -> list[str]:
+    witness = Witness()
+    fit(
+        TinyTask(),
+        config_for(folder, checkpoint={"every_steps": 2, "background": False}),
+        [witness],
+    )
+    return witness.seen
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_rank_sees_the_same_in_the_same_order(num_ranks: int, tmp_path: Path) -> None:
+    seen = run_ranks(num_ranks, witnessed, tmp_path)
+    assert seen == [seen[0]] * num_ranks
+    assert seen[0][:3] == ["start at 0", "step 0", "done 1"]
+    assert [line for line in seen[0] if line.startswith("saved")] == [
+        f"saved step_0000000{step}" for step in (2, 4, 6)
+    ]
+    assert seen[0].count("evaluated ['heavy', 'loss']") == 2
+    assert seen[0][-2:] == ["saved step_00000006", "end at 6"]
+
+
+def test_a_checkpoint_saved_in_the_background_is_announced(tmp_path: Path) -> None:
+    witness = Witness()
+    fit(TinyTask(), config_for(tmp_path), [witness])
+    assert "saved step_00000006" in witness.seen
+
+
+class Counter(Callback):
+    """Counts steps over resumes, and stops after so many."""
+
+    def __init__(self, most: int = 99) -> None:
+        self.num = 0
+        self.most = most
+
+    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+        self.num += 1
+        run.log("counter/steps", self.num)
+        if self.num == self.most:
+            run.stop(f"{self.num} steps are enough")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num": self.num}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num = state["num"]
+
+
+def counted(folder: Path, most: int) -> list[Any]:
+    counter = Counter(most)
+    result = fit(TinyTask(), config_for(folder), [counter])
+    return [result.step, result.exit_code, result.stop_reason, counter.num]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_callback_stops_a_run_and_resumes_with_its_state(num_ranks: int, tmp_path: Path) -> None:
+    stopped = run_ranks(num_ranks, counted, tmp_path, 3)
+    assert stopped == [[3, 0, "3 steps are enough", 3]] * num_ranks
+    (stop,) = [e for e in read_events(tmp_path, raw=True) if e["event"] == "stop"]
+    assert stop["reason"] == "3 steps are enough"
+    assert CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()[0].step == 3  # type: ignore[union-attr]
+    assert run_ranks(num_ranks, counted, tmp_path, 99) == [[NUM_STEPS, 0, "", 6]] * num_ranks
+
+
+def stopped_by_one(folder: Path) -> list[Any]:
+    most = 2 if os.environ["RANK"] == "1" else 99
+    return counted(folder, most)[:3]
+
+
+def test_one_rank_that_wants_to_stop_stops_all(tmp_path: Path) -> None:
+    assert run_ranks(2, stopped_by_one, tmp_path) == [[2, 0, "2 steps are enough"]] * 2
+
+
+class Logger(Callback):
+    """Logs numbers that differ between ranks."""
+
+    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+        rank = run.world.rank
+        run.log("rank", float(rank))
+        run.log("loss", report.loss)
+        if rank == 1:
+            run.log("only_rank_1", 5.0)
+
+
+def log(folder: Path) -> None:
+    fit(TinyTask(), config_for(folder), [Logger()])
+
+
+def test_logged_numbers_are_means_over_calls_and_ranks(tmp_path: Path) -> None:
+    run_ranks(2, log, tmp_path)
+    lines = [e for e in read_events(tmp_path) if e["event"] == "step"]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    for line in lines:
+        assert line["logged"]["rank"] == 0.5
+        assert line["logged"]["only_rank_1"] == 5.0
+        assert line["logged"]["loss"] == pytest.approx(line["loss"], rel=0.5)
+
+
+def test_a_run_without_callbacks_logs_and_saves_nothing_more(tmp_path: Path) -> None:
+    fit(TinyTask(), config_for(tmp_path))
+    assert not any("logged" in event for event in read_events(tmp_path))
+    checkpoint, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    assert "callbacks" not in checkpoint.parts
+
+
+class Faulty(Callback):
+    """Raises in one method, on some ranks, once the run is at step 3."""
+
+    def __init__(self, method: str, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+
+        def fail(run: Any, *_: Any) -> None:
+            if run.world.rank in ranks and run.step >= 3:
+                raise ValueError(f"planted in {method}")
+
+        setattr(self, method, fail)
+
+
+def fail(folder: Path, method: str, ranks: tuple[int, ...]) -> list[str]:
+    try:
+        fit(TinyTask(), config_for(folder), [Faulty(method, ranks)])
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        return [type(error).__name__, f"{error} {notes}"]
+    return ["none", ""]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "on_step_start",
+        "on_step_end",
+        "on_evaluation_end",
+        "on_checkpoint_saved",
+        "on_run_end",
+    ],
+)
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_a_callback_that_raises_ends_the_run_on_all_ranks(
+    method: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    (first, said_first), (second, said) = run_ranks(2, fail, tmp_path, method, ranks)
+    assert second == "ValueError"
+    assert f"planted in {method}" in said
+    assert f"in callback Faulty.{method}" in said
+    assert first == ("ValueError" if 0 in ranks else "OtherRankError")
+    assert f"planted in {method}" in said_first
+    checkpoint, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    assert checkpoint.step >= 3  # the steps before are saved
+
+
+def differ(folder: Path) -> str:
+    callbacks = [Witness()] if os.environ["RANK"] == "0" else []
+    try:
+        fit(TinyTask(), config_for(folder), callbacks)
+    except ConfigError as error:
+        return f"{error.problem}; {error.remedy}"
+    return ""
+
+
+def test_ranks_with_different_callbacks_are_refused(tmp_path: Path) -> None:
+    """They would meet each other's votes at different places."""
+    for said in run_ranks(2, differ, tmp_path):
+        assert "ranks 0 and 1 see different callbacks: Witness against none" in said
+        assert "pass the same callbacks on every rank" in said
+
+
+def save_slowly(folder: Path) -> list[str]:
+    plain = CheckpointStore.save
+
+    def slow(*args: Any) -> Path:
+        time.sleep(0.1)
+        return plain(*args)
+
+    CheckpointStore.save = slow  # type: ignore[method-assign]
+    witness = Witness()
+    fit(TinyTask(), config_for(folder, checkpoint={"every_steps": 1, "keep_last": 9}), [witness])
+    return [line for line in witness.seen if line.startswith("saved")]
+
+
+def test_every_checkpoint_is_announced_although_the_disk_is_slow(tmp_path: Path) -> None:
+    saved = [f"saved step_0000000{step}" for step in range(1, NUM_STEPS + 1)]
+    assert run_ranks(2, save_slowly, tmp_path) == [saved] * 2
+
+
+class Shorter(Callback):
+    """Overrides a setting from outside."""
+
+    def configure(self, task: Any, config: RunConfig, world: Any) -> RunConfig:
+        return config.with_overrides(["max_steps=2"])
+
+
+def test_a_callback_is_attached_by_a_variable_and_may_change_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CALLBACKS", f"{__name__}:Shorter")
+    assert fit(TinyTask(), config_for(tmp_path)).step == 2
+    assert json.loads((tmp_path / "config.json").read_text())["config"]["max_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_module:Thing", "No module named 'no_such_module'"),
+        ("json:NoSuchThing", "has no attribute 'NoSuchThing'"),
+        ("json:JSONDecoder", "JSONDecoder is not a subclass of lockstep.Callback"),
+        ("json", "has no attribute ''"),
+    ],
+)
+def test_what_cannot_be_attached_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_callbacks(name)
+
+
+def test_what_is_no_callback_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is not a lockstep.Callback"):
+        Callbacks([Witness])  # type: ignore[list-item]
+
+
+def test_states_are_kept_by_class_and_number() -> None:
+    first, second, other = Counter(), Counter(), Witness()
+    first.num, second.num = 1, 2
+    states = Callbacks([first, other, second]).state_dict()
+    assert states == {"Counter": {"num": 1}, "Counter_2": {"num": 2}}
+    again = Counter()
+    assert Callbacks([again]).load_state_dict(states) == ["Counter_2"]
+    assert again.num == 1
+
+
+# --- The example ---------------------------------------------------------------------------------
+
+
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("callbacks_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_example(folder: Path, patience: int) -> list[Any]:
+    module = example()
+    config = RunConfig(output_dir=str(folder / "run"), epochs=4, log_every=4, device="cpu")
+    config = config.with_overrides(["sinks.curves=false", "rate.lr=1e-30"])  # so it never improves
+    callbacks = [
+        module.EarlyStopping(patience=patience),
+        module.LearningRates(),
+        module.GradientNorms(),
+        module.TextLogger(str(folder / "metrics.txt")),
+    ]
+    result = fit(module.Waves(), config, callbacks)
+    return [result.step, result.stop_reason]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_examples_of_the_documentation_work(num_ranks: int, tmp_path: Path) -> None:
+    stopped = run_ranks(num_ranks, run_example, tmp_path, 2)
+    assert stopped == [stopped[0]] * num_ranks
+    step, reason = stopped[0]
+    assert "has not improved" in reason
+    assert run_ranks(num_ranks, run_example, tmp_path, 2) == stopped  # and stays stopped
+    logged = next(e["logged"] for e in read_events(tmp_path / "run") if "logged" in e)
+    assert logged["learning_rate/group_0"] == 1e-30
+    assert any(name.startswith("gradient/") for name in logged)
+    lines = (tmp_path / "metrics.txt").read_text().splitlines()
+    assert lines[0].startswith(f"{step // 3} ")
