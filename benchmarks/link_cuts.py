@@ -203,9 +203,15 @@ class CutTask(TinyTask):
         self.moment = moment
         self.has_trained = False
         """Since the last save, which asks for the state more than once."""
+        self.awaited: Path | None = None
+        """A checkpoint of the other half, to be committed before this one takes a step."""
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
         self.has_trained = True
+        deadline = time.monotonic() + 30
+        while self.awaited and not self.awaited.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.awaited = None
         time.sleep(STEP_S / 4)  # a step has four micro-batches
         return super().loss(model, batch, context)
 
@@ -243,10 +249,14 @@ def be_rank(folder: Path) -> NoReturn:
     plan = Plan(**json.loads((folder / "plan.json").read_text()))
     is_cut_here = int(os.environ["RANK"]) == plan.cut_rank and os.environ["WORLD_SIZE"] == "2"
     moment = Moment(plan, folder) if is_cut_here else None
+    task = CutTask(moment)
     if not plan.is_fenced:
         generation.raise_if_taken_over = lambda *_: None
         store_module._is_stale = lambda *_: False
-    train(lambda _: (CutTask(moment), config(folder, plan)), [])
+        if os.environ["WORLD_SIZE"] == "1":
+            # A half that resumed would otherwise race the other to the same checkpoint.
+            task.awaited = folder / "run" / "checkpoints" / f"step_{plan.cut_save:08d}"
+    train(lambda _: (task, config(folder, plan)), [])
 
 
 # --- Launchers -----------------------------------------------------------------------------------
