@@ -13,13 +13,17 @@ WORKERS = 2
 CACHES = XDG_CACHE_HOME="$(CURDIR)/.venv/.cache" MPLCONFIGDIR="$(CURDIR)/.venv/.cache/matplotlib"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check demo clean
+.PHONY: help setup system test check demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## install lockstep and all it needs into .venv (once)
 	@echo "setup: .venv is ready"
+
+# The only target that changes anything outside this folder.
+system:  ## install by apt, as root, what some tests need: SLURM and network namespaces
+	@./.ci/system
 
 # The stamp is written last, so an interrupted set-up is taken up again.
 $(STAMP): pyproject.toml constraints.txt

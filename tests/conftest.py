@@ -27,15 +27,20 @@ torch.set_num_threads(1)
 # A shell that starts the suite in its background has it ignore SIGINT and SIGQUIT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+# nohup has it ignore SIGHUP.
+for number in (signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 # Ask the driver, not the CUDA runtime, whether there is a GPU: a process that
 # has called the runtime cannot fork ranks that use one.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+REAL_DATA = Path(os.environ.get("LOCKSTEP_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
 NEEDS_GPU = "needs a GPU"
+NEEDS_SLURM = "no test cluster"
+"""How a test begins its reason when it is skipped for want of SLURM."""
 GRACE_S = 2.0
 
 hypothesis.settings.register_profile("lockstep", deadline=None, derandomize=True)
@@ -196,11 +201,10 @@ def leak_police(no_launcher: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Return the folder of real data that may lie beside the repository, or skip."""
-    path = REPOSITORY.parent / "shared" / "data"
-    if not path.is_dir():
-        pytest.skip("real data not present: no folder ../shared/data beside the repository")
-    return path
+    """Return the folder of real data, or skip."""
+    if not REAL_DATA.is_dir():
+        pytest.skip("real data not present: LOCKSTEP_TEST_DATA, or ../shared/data, is no folder")
+    return REAL_DATA
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -233,11 +237,16 @@ def write_guide_table(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     write_guide_table(terminalreporter)
-    skipped = terminalreporter.stats.get("skipped", [])
-    count = sum(isinstance(r.longrepr, tuple) and NEEDS_GPU in r.longrepr[2] for r in skipped)
-    if count:
-        tests = "1 test needs a GPU and was" if count == 1 else f"{count} tests need a GPU and were"
-        terminalreporter.write_line(f"{tests} skipped")
+    reports = terminalreporter.stats.get("skipped", [])
+    skipped = [(r.nodeid, r.longrepr[2]) for r in reports if isinstance(r.longrepr, tuple)]
+    for want, needed in ((NEEDS_GPU, "a GPU"), (NEEDS_SLURM, "SLURM (make system)")):
+        names = sorted(name for name, reason in skipped if want in reason)
+        if names:
+            tests = "1 test needs" if len(names) == 1 else f"{len(names)} tests need"
+            were = "was" if len(names) == 1 else "were"
+            terminalreporter.write_line(f"{tests} {needed} and {were} skipped")
+        if want == NEEDS_SLURM:
+            terminalreporter.write("".join(f"  {name}\n" for name in names))
 
 
 @pytest.fixture

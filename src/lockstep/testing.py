@@ -4,14 +4,18 @@
 imported torch already, so that hundreds of such tests fit in minutes.
 """
 
+import fcntl
 import functools
 import importlib
 import multiprocessing
 import os
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -175,7 +179,39 @@ def _be_rank(
 
 
 def free_port() -> int:
-    """Return a port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens on, and that no other caller is given for a while.
+
+    Two processes that ask at the same time get different ports: a file in the temporary folder
+    says which is next. They lie below the range from which the kernel picks ports itself, so no
+    connection takes one between this call and its use.
+    """
+    end = _first_ephemeral_port()
+    begin = end // 2
+    while True:
+        port = begin + _next_number() % (end - begin)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _next_number() -> int:
+    """Count the calls of this user's processes."""
+    path = Path(tempfile.gettempdir()) / f"lockstep_ports_{os.getuid()}"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        said = os.pread(file, 20, 0)
+        number = int(said) + 1 if said.isdigit() else os.getpid()
+        os.ftruncate(file, 0)
+        os.pwrite(file, b"%d" % number, 0)
+        return number
+    finally:
+        os.close(file)
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        said = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    except OSError:
+        return 32768
+    return max(16384, int(said.split()[0]))

@@ -325,8 +325,19 @@ def test_each_of_500_mutations_is_refused_by_name_and_changes_nothing() -> None:
 
 
 def test_torch_alone_would_cast_a_wrong_dtype() -> None:
+    """Torch rounds a float32 weight to half without a word; the same state is refused here."""
+    finer_than_half = torch.full((2, 3), 1.0001)
     model = nn.Linear(3, 2)
-    model.load_state_dict({name: tensor.half() for name, tensor in model.state_dict().items()})
+    with torch.no_grad():
+        model.weight.copy_(finer_than_half)
+    state = {name: tensor.half() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_model_state(model, state)
+    assert [name for name in state if name not in caught.value.problem] == []
+    assert torch.equal(model.weight, finer_than_half)
+    model.load_state_dict(state)
+    assert model.weight.dtype == torch.float32
+    assert torch.equal(model.weight, torch.ones(2, 3)), "rounded"
 
 
 def test_a_long_list_of_differences_is_cut() -> None:

@@ -57,7 +57,7 @@ def test_an_exception_is_shown_once_with_rank_host_and_step_and_nobody_stays(
     pids = pids_of(tmp_path, 4)
     wait_until(lambda: "the planted fault" in launched.text, "the exception")
     began = time.monotonic()
-    assert launched.finish(20) == 1, launched.text
+    assert launched.finish() == 1, launched.text
     wait_until(lambda: all(map(is_gone, pids)), "all ranks gone", 5)
     assert time.monotonic() - began < 5
     text = launched.text
@@ -276,7 +276,7 @@ def test_a_rank_that_is_stuck_alone_on_its_machine_is_told_of_there(
     wait_until(lambda: said in stuck.text, said)
     assert "in look_for_something" in stuck.text
     os.kill(stuck.pid, signal.SIGTERM)
-    assert [stuck.finish(20), other.finish(20)] == [143, 1]
+    assert [stuck.finish(), other.finish()] == [143, 1]
 
 
 # --- A rank that is killed -----------------------------------------------------------------------
@@ -442,7 +442,7 @@ def test_a_log_is_followed_line_by_line_and_to_its_end_at_once(tmp_path: Path) -
 )
 def test_what_cannot_start_is_one_line(words: tuple[str, ...], said: str, start: Start) -> None:
     refused = start(*LAUNCH, *words)
-    assert refused.finish(20) == 2, refused.text
+    assert refused.finish() == 2, refused.text
     assert refused.text.startswith(f"lockstep: {said}"), refused.text
     assert refused.text.count("\n") == 2
 

@@ -180,6 +180,7 @@ def test_the_planted_fault_a_launcher_that_starts_one_process_is_seen(start: Sta
     # `accelerate launch --cpu --num_processes 2` says two and starts one.
     one = start(BIN / "accelerate", "launch", "--cpu", "--num_processes", "2", MEET)
     assert one.finish() == 0, one.text
+    assert len(stories(one.text)) == 1
     assert stories(one.text) != two("torchrun")
 
 
@@ -226,9 +227,17 @@ def test_nccl_timeout_that_is_no_number_is_refused_before_anyone_waits(
         World.enter()
 
 
-def test_nccl_timeout_may_say_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_timeout_may_say_for_ever(monkeypatch: pytest.MonkeyPatch, fork: Fork) -> None:
+    """A time longer than `timedelta`, or torch's milliseconds, can hold becomes one they can."""
+
+    def tell() -> None:
+        os.write(1, (json.dumps(meet()) + "\n").encode())
+
     monkeypatch.setenv("NCCL_TIMEOUT", "1e300")
-    timedelta(seconds=group_timeout_s(60))  # which ends at some number
+    assert timedelta(seconds=group_timeout_s(60)) > timedelta(days=365)
+    ranks = fork(tell, tell)
+    assert ranks.exit_codes() == [0, 0], ranks.text
+    assert stories(ranks.text) == two("env")
 
 
 def enter_as_first_of_two(monkeypatch: pytest.MonkeyPatch, port: int) -> None:

@@ -24,6 +24,7 @@ from processes import (
     last_step,
     wait_until,
 )
+from train_slowly import TIMEOUT_S as SLOW_RUN_TIMEOUT_S
 from train_slowly import main
 
 from lockstep.checkpoint import CheckpointStore
@@ -70,7 +71,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_saved(
     ranks = fork(slow_run(tmp_path), slow_run(tmp_path))
     wait_for_step(tmp_path, 2, ranks)
     ranks.send(1, number)
-    assert ranks.exit_codes(10) == [code, code], ranks.text
+    assert ranks.exit_codes() == [code, code], ranks.text
     steps = [last_step(tmp_path, rank) for rank in range(2)]
     assert steps == [saved_step(tmp_path)] * 2
     for rank in range(2):
@@ -83,12 +84,12 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, fork: Fork) -> None:
     first = fork(slow_run(tmp_path), slow_run(tmp_path))
     wait_for_step(tmp_path, 2, first)
     first.send(0, signal.SIGTERM)
-    assert first.exit_codes(10) == [143, 143]
+    assert first.exit_codes() == [143, 143]
     stopped_at = saved_step(tmp_path)
     second = fork(slow_run(tmp_path), slow_run(tmp_path))
     wait_for_step(tmp_path, stopped_at + 2, second)
     second.send(0, signal.SIGTERM)
-    assert second.exit_codes(10) == [143, 143], second.text
+    assert second.exit_codes() == [143, 143], second.text
     resumed = [e for e in read_events(tmp_path, raw=True) if e["event"] == "resume"]
     assert [event["step"] for event in resumed] == [stopped_at]
 
@@ -100,7 +101,7 @@ def test_an_echo_within_a_second_counts_as_one_signal(tmp_path: Path, fork: Fork
         for rank in range(2):
             ranks.send(rank, signal.SIGINT)
         time.sleep(0.02)
-    assert ranks.exit_codes(10) == [130, 130], ranks.text
+    assert ranks.exit_codes() == [130, 130], ranks.text
     assert saved_step(tmp_path) == last_step(tmp_path)
 
 
@@ -120,13 +121,12 @@ def test_a_second_signal_leaves_at_once_out_of_a_collective(tmp_path: Path, fork
     time.sleep(1.3)
     assert ranks.processes[0].is_alive()  # asked once, it still waits
     ranks.send(0, signal.SIGTERM)
-    began = time.monotonic()
-    assert ranks.exit_code(0, 10) == EXIT_NOT_SAVED
+    assert ranks.exit_code(0) == EXIT_NOT_SAVED  # nothing but a second signal ends with this
+    assert psutil.Process(ranks.processes[1].pid).status() == psutil.STATUS_STOPPED
     said = (
         "lockstep: stopped by SIGTERM without saving: there is no checkpoint yet, and the run, at"
     )
     assert said in ranks.text
-    assert time.monotonic() - began < 1
     # The other one finds the first gone, and ends by itself too. Gloo misses it in some of a
     # hundred cases (docs/log.md): then the collective's own limit ends it.
     ranks.send(1, signal.SIGCONT)
@@ -154,7 +154,7 @@ def test_loader_workers_do_not_die_before_the_run_has_saved(
     for pid in groups:
         os.killpg(pid, number)
     try:
-        assert ranks.exit_codes(15) == [{2: 130, 15: 143}[number]] * 2, ranks.text
+        assert ranks.exit_codes() == [{2: 130, 15: 143}[number]] * 2, ranks.text
         assert saved_step(tmp_path) == last_step(tmp_path) == last_step(tmp_path, 1)
         assert psutil.wait_procs(workers, timeout=7)[1] == []
     finally:
@@ -174,7 +174,7 @@ def test_ctrl_c_at_the_terminal_saves_and_leaves_no_one_behind(
     wait_for_step(tmp_path, 2, ranks)
     assert len(ranks.look_around()) >= 4  # two ranks, each with a loader worker
     os.killpg(ranks.pid, signal.SIGINT)
-    code = ranks.finish(20)
+    code = ranks.finish()
     assert code == (130 if by == "lockstep" else 1), ranks.text
     assert saved_step(tmp_path) == last_step(tmp_path) == last_step(tmp_path, 1)
     assert ranks.orphans() == []
@@ -199,7 +199,7 @@ def test_our_launcher_passes_a_signal_on_and_keeps_its_exit_code(
     for process in ranks.look_around() if reaches_all else ():
         process.send_signal(number)
     os.kill(ranks.pid, number)
-    assert ranks.finish(20) == 128 + number, ranks.text
+    assert ranks.finish() == 128 + number, ranks.text
     assert "\ndone at step" in ranks.text
     assert saved_step(tmp_path) == last_step(tmp_path)
     assert ranks.orphans() == []
@@ -244,7 +244,7 @@ def test_a_signal_to_a_rank_that_was_only_just_forked_is_not_lost(
             work(str(script))
 
     ranks = fork(begin)
-    assert ranks.exit_codes(20) == [-signal.SIGTERM], ranks.text
+    assert ranks.exit_codes() == [-signal.SIGTERM], ranks.text
 
 
 def test_our_launcher_lives_through_the_hangup_that_nohup_is_for(
@@ -265,9 +265,7 @@ def test_one_failing_rank_ends_all_within_seconds(tmp_path: Path, start: Start) 
     ranks = start(*LAUNCH, "2", TRAIN, tmp_path, "0.01", "0", "3")
     wait_for_step(tmp_path, 3, ranks)
     ranks.look_around()
-    began = time.monotonic()
-    assert ranks.finish(20) == 1, ranks.text
-    assert time.monotonic() - began < 10
+    assert ranks.finish(SLOW_RUN_TIMEOUT_S / 2) == 1, ranks.text  # nobody waited in a collective
     assert ranks.orphans() == []
     assert "ZeroDivisionError: the planted fault" in ranks.text
 
@@ -289,12 +287,12 @@ def test_a_folder_in_use_is_refused_and_the_run_in_it_goes_on(tmp_path: Path, fo
     first = fork(slow_run(tmp_path))
     wait_for_step(tmp_path, 2, first)
     second = fork(slow_run(tmp_path))
-    assert second.exit_codes(20) == [2], second.text
+    assert second.exit_codes() == [2], second.text
     assert f"in use by process {first.processes[0].pid} on " in second.text
     assert "Traceback" not in second.text
     wait_for_step(tmp_path, last_step(tmp_path) + 3, first)
     first.send(0, signal.SIGTERM)
-    assert first.exit_codes(10) == [143], first.text
+    assert first.exit_codes() == [143], first.text
 
 
 def test_after_kill_9_the_next_run_starts_at_once_and_resumes(tmp_path: Path, fork: Fork) -> None:
@@ -309,12 +307,12 @@ def test_after_kill_9_the_next_run_starts_at_once_and_resumes(tmp_path: Path, fo
     first = fork(saving)
     wait_for_step(tmp_path, 5, first)
     first.send(0, signal.SIGKILL)
-    assert first.exit_codes(5) == [-signal.SIGKILL]
+    assert first.exit_codes() == [-signal.SIGKILL]
     killed_at = last_step(tmp_path)
     second = fork(saving)
     wait_for_step(tmp_path, killed_at + 2, second)
     second.send(0, signal.SIGTERM)
-    assert second.exit_codes(10) == [143], second.text
+    assert second.exit_codes() == [143], second.text
     resumed = [e for e in read_events(tmp_path, raw=True) if e["event"] == "resume"]
     assert [event["step"] for event in resumed] >= [killed_at - killed_at % 2 - 2]
     assert json.loads((tmp_path / "config.json").read_text())["world_size"] == 1

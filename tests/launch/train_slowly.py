@@ -16,6 +16,9 @@ from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask
 from lockstep_recipes.command import train
 
+TIMEOUT_S = 60.0
+"""How long a rank waits in a collective for one that does not come."""
+
 
 class SlowTask(TinyTask):
     """A tiny task with a sleep in every step, which may fail at one."""
@@ -50,7 +53,7 @@ def config(folder: str, num_workers: int = 0, **changes: object) -> RunConfig:
             "evaluation": {"every_epochs": None},
             "checkpoint": {"every_epochs": None},
             "log_every": 1,
-            "timeout_s": 60,
+            "timeout_s": TIMEOUT_S,
             **changes,
         }
     )

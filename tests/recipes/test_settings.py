@@ -73,5 +73,13 @@ def test_a_rehearsal_with_another_seed_uses_the_data_that_the_last_one_made(
     monkeypatch.setenv("LOCKSTEP_REHEARSAL", "1")
     monkeypatch.chdir(tmp_path)
     build = import_module(f"lockstep_recipes.{recipe}.flags").build
-    for seed in ("0", "1"):
+
+    def made(seed: str) -> dict[Path, tuple[int, int]]:
+        """Build the run; return every file there is, by what changes when it is written again."""
         build(["--output_dir=run", "--seed", seed])
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+    first = made(seed="0")
+    assert first
+    assert made(seed="1") == first

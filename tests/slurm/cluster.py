@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2", "util-linux")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setsid")
 NUM_SLOTS = 16
 NODES = ("node1", "node2")
@@ -108,7 +107,7 @@ class Cluster:
         """Take a free slot and clear away what its last holder left."""
         if os.geteuid() != 0:
             raise NoCluster("a test cluster needs root")
-        install()
+        look_for_programs()
         for slot in range(NUM_SLOTS):
             lock = os.open(f"/run/lockstep_slurm_{slot}.lock", os.O_RDWR | os.O_CREAT)
             try:
@@ -308,28 +307,15 @@ class Cluster:
         (self.dir / "pids" / name).unlink(missing_ok=True)
 
 
-def install() -> None:
-    """Install what is missing, once, if this machine can.
+def look_for_programs() -> None:
+    """Look for what a cluster needs; `make system` installs it.
 
     Raises:
-        NoCluster: if it cannot.
+        NoCluster: with what is missing.
     """
-    with open("/run/lockstep_slurm_install.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        missing = [name for name in PROGRAMS if shutil.which(name) is None]
-        if not missing:
-            return
-        if shutil.which("apt-get") is None:
-            raise NoCluster(f"no {', '.join(missing)}, and no apt-get to install them with")
-        env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
-        # The lists of packages may be old, or not there at all.
-        for step in (command, ["apt-get", "update", "-qq"], command):
-            done = subprocess.run(step, env=env, capture_output=True, text=True, timeout=300)
-            if step is command and done.returncode == 0:
-                return
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        raise NoCluster(f"apt-get cannot install {', '.join(missing)}: {last}")
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        raise NoCluster(f"no {', '.join(missing)}; `make system` installs what is missing")
 
 
 def wait_until(is_so: Callable[[], bool], what: str, limit_s: float) -> None:

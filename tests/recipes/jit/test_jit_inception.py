@@ -74,7 +74,10 @@ def test_old_files_without_counters_and_with_a_training_head_load(
     old = {k: v for k, v in state.items() if "num_batches" not in k}
     old["AuxLogits.fc.weight"] = torch.zeros(3)
     torch.save(old, tmp_path / "old.pth")
-    load_inception(tmp_path / "old.pth")
+    loaded = load_inception(tmp_path / "old.pth")
+    image = torch.rand(2, 3, 16, 16) * 2 - 1
+    assert torch.equal(loaded(image), load_inception(weights)(image))
+    assert not any(name.startswith("AuxLogits") for name in loaded.state_dict())
 
 
 def test_a_missing_file_is_named_before_anything_is_trained(
