@@ -453,6 +453,7 @@ def test_a_process_forked_while_a_sink_imports_does_not_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
+    open_sinks(tmp_path, []).close()
     assert fork_during_import(tmp_path, "slow_and_guarded", module.importing)
 
 

@@ -5,6 +5,7 @@ reaches the training: no error, no wait. Does not own: the record itself, which 
 whole without any sink.
 """
 
+import functools
 import os
 import secrets
 import threading
@@ -33,10 +34,18 @@ WANDB_TIMEOUT_S = 15.0
 
 importing = threading.Lock()
 """Held while a sink imports, or draws, which imports. A process that is forked in the midst of that
-finds modules locked by a thread it does not have, and waits for ever: so forking waits instead."""
-os.register_at_fork(
-    before=importing.acquire, after_in_parent=importing.release, after_in_child=importing.release
-)
+finds modules locked by a thread it does not have, and waits for ever: so forking waits instead, from
+the first `Sinks` on."""
+
+
+@functools.cache
+def _let_forks_wait() -> None:
+    """Have every fork of this process wait until no sink imports."""
+    os.register_at_fork(
+        before=importing.acquire,
+        after_in_parent=importing.release,
+        after_in_child=importing.release,
+    )
 
 
 class SinkConfig(BaseModel):
@@ -81,6 +90,7 @@ class Sinks:
         warn: Warn,
     ) -> None:
         folder = Path(folder)
+        _let_forks_wait()  # before there is a thread that may import
 
         def say(message: str) -> None:
             with suppress(Exception):  # there would be no one left to tell
