@@ -9,6 +9,7 @@ import fcntl
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import warm_python
 
 # Tests fork ranks from this process. A fork copies an OpenMP pool without its
 # threads, and the first parallel region of the child then waits for ever.
@@ -111,6 +116,10 @@ UNPOLICED_COMMANDS = (
 )
 
 
+WARM_SERVER = "warm_python.py"
+"""Kept for the session; but not what was started by it."""
+
+
 def environment() -> dict[str, str]:
     return {n: v for n, v in os.environ.items() if n not in UNPOLICED_NAMES}
 
@@ -160,6 +169,8 @@ def describe(process: psutil.Process) -> str:
         command = " ".join(process.cmdline()) or process.name()
     except psutil.NoSuchProcess:
         return ""
+    if WARM_SERVER in command and process.ppid() == os.getpid():
+        return ""
     return "" if any(kept in command for kept in UNPOLICED_COMMANDS) else command
 
 
@@ -194,6 +205,17 @@ def leak_police(no_launcher: None) -> Iterator[None]:
     found += leaked_threads(threads) + leaked_children(children)
     if found:
         pytest.fail("the test leaked:\n  " + "\n  ".join(found), pytrace=False)
+
+
+# --- Processes that have imported torch already --------------------------------
+
+
+@pytest.fixture(scope="session")
+def warm_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a folder with `python`, `torchrun` and `lockstep` that need not import torch."""
+    programs, end = warm_python.start(tmp_path_factory.mktemp("warm"))
+    yield programs
+    end()
 
 
 # --- Data and hardware -------------------------------------------------------

@@ -281,6 +281,7 @@ STILL_REPLACE = {
     "lockstep/certify/part.py",
     "lockstep/cli/stage.py",
     "lockstep/data/workers.py",
+    "lockstep/doctor/probe.py",
     "lockstep/launch/local.py",
     "lockstep/launch/worker.py",
     "lockstep/trainer.py",
@@ -317,24 +318,31 @@ def assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
 def replacements(source: str) -> list[str]:
     """Return where `source` changes a module or class that is not its own, or how imports work.
 
-    Foreign are names that were imported, parameters annotated as a module or a class, and names
-    for a class taken from one of these. An object that reaches `source` without an annotation,
-    or under `Any`, is not known to be a class, so a replacement there is not seen.
+    Foreign are names that were imported, in whatever way, parameters annotated as a module or a
+    class, and names for a module or a class taken from one of these. An object that reaches
+    `source` without an annotation, or under `Any`, is not known to be a class, so a replacement
+    there is not seen.
     """
     tree = ast.parse(source)
     foreign = set()
+    modules = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             foreign |= {a.asname or a.name.split(".")[0] for a in node.names}
+            modules |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             foreign |= {a.asname or a.name for a in node.names}
         elif isinstance(node, ast.arg) and node.annotation is not None:
             kind = ast.unparse(node.annotation).split("[")[0].rsplit(".")[-1]
             foreign |= {node.arg} if kind in ("ModuleType", "type") else set()
     for target, value in assignments(tree):
-        if isinstance(target, ast.Name) and isinstance(value, ast.Attribute):
-            is_class = value.attr[:1].isupper()
-            foreign |= {target.id} if is_class and root_name(value) in foreign else set()
+        if not isinstance(target, ast.Name) or value is None:
+            continue
+        is_class = isinstance(value, ast.Attribute) and value.attr[:1].isupper()
+        name = ast.unparse(value)
+        is_module = name in modules or re.match(r"(\w+\.)?import_module\(|sys\.modules\b", name)
+        if is_module or (is_class and root_name(value) in foreign):
+            foreign.add(target.id)
     found = []
     for target, _ in assignments(tree):
         if isinstance(target, ast.Attribute) and root_name(target) in foreign:
@@ -375,6 +383,9 @@ def test_the_files_that_still_replace_exist() -> None:
         "def enter(kind: type[Loader]):\n    kind.steps += 1",
         "def enter(module: ModuleType):\n    a, kind = 1, module.Loader\n    kind.steps, b = 1, 2",
         "import lockstep.trainer as t\nsetattr(t, 'fit', None)",
+        "t: Any = importlib.import_module('lockstep.trainer')\nt.fit = None",
+        "t = sys.modules['lockstep.trainer']\nt.fit = None",
+        "import lockstep.trainer\nt: Any = lockstep.trainer\nt.fit = None",
         "for name in names:\n    setattr(world, name, None)",
         "import sys\nsys.meta_path.insert(0, Finder())",
         "(folder / 'sitecustomize.py').write_text('')",
@@ -900,7 +911,8 @@ def test_needs_a_gpu(): pass
 def leak_report(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return what pytest says about the planted leaks, under the conftest of this folder."""
     folder = tmp_path_factory.mktemp("leaks")
-    shutil.copy(Path(__file__).with_name("conftest.py"), folder)
+    for name in ("conftest.py", "warm_python.py"):
+        shutil.copy(Path(__file__).with_name(name), folder)
     (folder / "test_planted.py").write_text(PLANTED_LEAKS)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     launcher = {"RANK": "3", "MASTER_ADDR": "nowhere", "SLURM_PROCID": "3"}

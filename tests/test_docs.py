@@ -34,9 +34,18 @@ def commands(page: Path) -> list[str]:
     return [line for block in blocks(page, "bash") for line in block.splitlines() if line]
 
 
-def in_rehearsal(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+# These verbs reach the processes of a command as their interpreters start.
+NEED_FRESH = re.compile(r"lockstep (certify|rehearse|bench|doctor)")
+
+
+def in_rehearsal(
+    command: str, folder: Path, warm: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run it; with `warm`, by programs that have imported torch already."""
     env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "LOCKSTEP_REHEARSAL": "1"}
     env["OMP_NUM_THREADS"] = "1"
+    if warm and not NEED_FRESH.search(command):
+        env |= {"PATH": f"{warm}:{env['PATH']}", "PYTHON_EXEC": str(warm / "python")}
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=180
     )
@@ -51,7 +60,10 @@ def cases() -> list[tuple[str, str]]:
 @pytest.mark.usefixtures("fixed_ports")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("page", "command"), cases(), ids=lambda value: value[:60])
-def test_a_documented_command_runs(page: str, command: str, tmp_path: Path) -> None:
+def test_a_documented_command_runs(
+    page: str, command: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Those of the front page start fresh interpreters."""
     words = shlex.split(command)
     if words[0] == "make":
         # These set up or run the whole suite; that they exist is what can be shown from inside it.
@@ -61,7 +73,8 @@ def test_a_documented_command_runs(page: str, command: str, tmp_path: Path) -> N
         assert os.access(ROOT / "check", os.X_OK)
         return
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    ended = in_rehearsal(command, tmp_path)
+    warm = None if page == "README.md" else request.getfixturevalue("warm_programs")
+    ended = in_rehearsal(command, tmp_path, warm)
     assert ended.returncode == 0, f"{page}: {command}\n{ended.stdout}\n{ended.stderr}"
 
 
@@ -153,7 +166,7 @@ def test_a_command_of_a_recipes_page_runs(
     is_known = " ".join(command.split()) in started_elsewhere() or recipe == JUST_PORTS
     if not is_known and started not in NEED_MORE:
         request.getfixturevalue("fixed_ports")
-        ended = in_rehearsal(command, folder)
+        ended = in_rehearsal(command, folder, request.getfixturevalue("warm_programs"))
         assert ended.returncode == 0, f"{recipe}: {command}\n{ended.stdout}\n{ended.stderr}"
 
 
@@ -205,9 +218,9 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_a_broken_command_would_be_found(tmp_path: Path) -> None:
+def test_a_broken_command_would_be_found(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     page = tmp_path / "page.md"
     page.write_text("text\n```bash\nlockstep pln\n```\n")
     assert commands(page) == ["lockstep pln"]
     with pytest.raises(AssertionError, match="lockstep pln"):
-        test_a_documented_command_runs("page.md", "lockstep pln", tmp_path / "run")
+        test_a_documented_command_runs("page.md", "lockstep pln", tmp_path / "run", request)

@@ -8,6 +8,7 @@ seconds and what was seen, is printed at the end of the session (`conftest.py`).
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -40,13 +41,15 @@ pytestmark = pytest.mark.timeout(600)  # waiting for a port counts as time
 
 def in_shell(form: "Form", folder: Path) -> Ended:
     """Type it."""
-    return run(form.command, folder)
+    return run(form.command, folder, **form.programs())
 
 
 def with_gpus(form: "Form", folder: Path) -> Ended:
     """Type it where nvidia-smi, or what stands in for it, lists as many GPUs as processes."""
     listing = f"for i in $(seq {form.processes}); do echo GPU $i; done"
-    return run(form.command, folder, PATH=stand_in("nvidia-smi", listing, folder.parent))
+    programs = form.programs()
+    path = stand_in("nvidia-smi", listing, folder.parent, programs.pop("PATH", None))
+    return run(form.command, folder, PATH=path, **programs)
 
 
 def once_per_gpu(form: "Form", folder: Path) -> Ended:
@@ -55,7 +58,8 @@ def once_per_gpu(form: "Form", folder: Path) -> Ended:
     names = r"\b(RANK|LOCAL_RANK|CUDA_VISIBLE_DEVICES)=0"
     each = [re.sub(names, rf"\g<1>={gpu}", first) for gpu in range(form.processes)]
     wait = "for one in $started; do wait $one || exit 1; done"
-    return run("\n".join(["trap 'kill $started 2>/dev/null' EXIT", *each, wait]), folder)
+    typed = "\n".join(["trap 'kill $started 2>/dev/null' EXIT", *each, wait])
+    return run(typed, folder, **form.programs())
 
 
 def on_a_cluster(form: "Form", folder: Path) -> Ended:
@@ -134,6 +138,16 @@ class Form:
     """None: it is the last line of the form before it, which has started it."""
     more: Callable[[Ended, Path], None] | None = None
     """What else must be so."""
+
+    warm: Path | None = None
+    """Where programs are that have imported torch already; None starts fresh ones."""
+
+    def programs(self) -> dict[str, str]:
+        """Return the variables by which its processes are found; torchrun reads the second."""
+        if self.warm is None:
+            return {}
+        path = f"{self.warm}:{BIN}:{os.environ['PATH']}"
+        return {"PATH": path, "PYTHON_EXEC": str(self.warm / "python")}
 
     @property
     def name(self) -> str:
@@ -436,6 +450,11 @@ SITTINGS = [(one,) if isinstance(one, Form) else one for one in PRINTED]
 TABLE = [form for forms in SITTINGS for form in forms]
 
 
+# These start fresh interpreters, every launcher and every recipe once; the others start processes
+# that have imported torch already (`warm_python.py`).
+FRESH = {3, 14, 16, 19, 23, 24, 26, 28, 29, 30}
+
+
 # --- The test --------------------------------------------------------------------
 
 
@@ -456,6 +475,8 @@ def test_the_guides_command_runs_as_printed(
         record_property("guide form", row)
         began = time.monotonic()
         try:
+            if form.start and form.number not in FRESH:
+                form = replace(form, warm=request.getfixturevalue("warm_programs"))
             ended = form.start(form, folder) if form.start else ended
         except pytest.skip.Exception as skipped:
             row["seen"] = f"skipped: {skipped}"
@@ -471,6 +492,12 @@ def test_the_guides_command_runs_as_printed(
 
 def test_all_thirty_forms_are_in_the_table() -> None:
     assert {form.number for form in TABLE} == set(range(1, 31))
+    fresh = [form for form in TABLE if form.number in FRESH]
+    assert {form.recipe for form in fresh} == {form.recipe for form in TABLE}
+    started = " ".join(form.command for form in fresh)
+    assert all(
+        f"{name} " in started for name in ("torchrun", LAUNCH, "accelerate launch", "sbatch")
+    )
     for before, form in zip(TABLE, TABLE[1:], strict=False):
         assert form.start or before.command.splitlines()[-1] == form.command
 

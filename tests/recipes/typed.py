@@ -41,13 +41,13 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "LOCKSTEP_REHEARSAL": "1", "OMP_NUM_THREADS": "1", **more}
 
 
-def stand_in(name: str, script: str, folder: Path) -> str:
+def stand_in(name: str, script: str, folder: Path, others: str | None = None) -> str:
     """Put a program in front of all others, and return the PATH on which it is found."""
     path = folder / "stand_ins" / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/bash\n{script}\n")
     path.chmod(0o755)
-    return f"{path.parent}:{BIN}:{os.environ['PATH']}"
+    return f"{path.parent}:{others or f'{BIN}:' + os.environ['PATH']}"
 
 
 def run(command: str, folder: Path, code: int = 0, **more: str) -> Ended:

@@ -34,8 +34,8 @@ WANDB_TIMEOUT_S = 15.0
 
 importing = threading.Lock()
 """Held while a sink imports, or draws, which imports. A process that is forked in the midst of that
-finds modules locked by a thread it does not have, and waits for ever: so forking waits instead, from
-the first `Sinks` on."""
+finds modules locked by a thread it does not have, and waits for ever: so forking waits instead,
+from the first `Sinks` on."""
 
 
 @functools.cache
