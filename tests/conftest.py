@@ -7,6 +7,7 @@ names what it left; the police then clears it away, so that no other test pays.
 
 import fcntl
 import gc
+import json
 import os
 import signal
 import sys
@@ -232,6 +233,47 @@ def shared_data() -> Path:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip(NEEDS_GPU)
+
+
+SLOW_FILES: dict[str, int] = json.loads((Path(__file__).parent / "slow_files.json").read_text())
+"""Seconds that the tests of a file take. Only their order matters, so they need not be exact."""
+TAKE_TURNS = {"test_guide_commands.py", "test_docs.py"}
+"""These wait for the same ports, so one process runs them."""
+
+
+def shares(names: list[str], num: int) -> list[list[int]]:
+    """Share tests, given by their files' names, among processes: slow files first, equal numbers.
+
+    Each process begins with a part of the beginning of the list, of equal length, and takes from
+    the end of another's when it has nothing left: so slow tests come first everywhere.
+    """
+    files: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        files.setdefault("together" if name in TAKE_TURNS else name, []).append(index)
+    seconds = {name: SLOW_FILES.get(name, 0) for name in files}
+    seconds["together"] = sum(SLOW_FILES.get(name, 0) for name in TAKE_TURNS)
+    shared: list[list[int]] = [[] for _ in range(num)]
+    busy = [0.0] * num
+    slow = sorted((name for name in files if seconds[name]), key=lambda name: -seconds[name])
+    for name in slow:
+        least = busy.index(min(busy))
+        shared[least] += files[name]
+        busy[least] += seconds[name]
+    quick = [index for name in files if not seconds[name] for index in files[name]]
+    for number, share in enumerate(shared):
+        wanted = len(names) * (number + 1) // num - len(names) * number // num - len(share)
+        share += quick[: max(0, wanted)]
+        del quick[: max(0, wanted)]
+    shared[-1] += quick
+    return shared
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let processes that run tests side by side begin with the slow ones."""
+    num = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if num > 1:
+        order = sum(shares([item.path.name for item in items], num), start=[])
+        items[:] = [items[index] for index in order]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -911,7 +911,7 @@ def test_needs_a_gpu(): pass
 def leak_report(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return what pytest says about the planted leaks, under the conftest of this folder."""
     folder = tmp_path_factory.mktemp("leaks")
-    for name in ("conftest.py", "warm_python.py"):
+    for name in ("conftest.py", "warm_python.py", "slow_files.json"):
         shutil.copy(Path(__file__).with_name(name), folder)
     (folder / "test_planted.py").write_text(PLANTED_LEAKS)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")

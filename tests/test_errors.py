@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,17 +56,27 @@ def test_a_script_without_a_launcher_ends_with_the_errors_own_code(
     assert not env or len(others) == 1, "it has not come as far as a step that could be named"
 
 
-def run_script(code: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(code)
-    return subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+Script = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_script(tmp_path: Path, warm_programs: Path) -> Script:
+    """Run a script, with words before its name, by a Python that has imported torch already."""
+
+    def run(code: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(code)
+        python = str(warm_programs / "python")
+        return subprocess.run(
+            [python, *words, "train.py"],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python, **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
 
 
 REFUSED = """
@@ -103,54 +114,43 @@ config = RunConfig(output_dir="run", max_steps=6, device="cpu", checkpoint=check
 fit(Leaving(num_samples=64), config)
 """
 REPEATED = "the steps since checkpoint step 2 will be repeated (the run was at 3)\n  try: "
+TORCHRUN_TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 LAUNCH_TWO = ["-m", "lockstep.cli.entry", "launch", "--gpus", "2"]
 SENTENCE = r"lockstep: [^\n]+\n  try: [^\n]+\n(  on rank 0, [^\n]+\n)?"
 
 
 @pytest.mark.parametrize("code", [REFUSED, MISTYPED, FIVE_LINES])
-def test_a_script_that_lets_an_error_through_says_one_sentence(code: str, tmp_path: Path) -> None:
-    ended = run_script(code, tmp_path)
+def test_a_script_that_lets_an_error_through_says_one_sentence(
+    code: str, run_script: Script
+) -> None:
+    ended = run_script(code)
     assert ended.returncode == 2, ended.stderr
     assert re.fullmatch(SENTENCE, ended.stderr), ended.stderr
 
 
-def test_the_traceback_is_shown_to_whoever_asks_for_it(tmp_path: Path) -> None:
-    ended = run_script(REFUSED, tmp_path, LOCKSTEP_TRACEBACK="1")
+def test_the_traceback_is_shown_to_whoever_asks_for_it(run_script: Script) -> None:
+    ended = run_script(REFUSED, LOCKSTEP_TRACEBACK="1")
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.startswith("Traceback (most recent call last):\n")
     assert 'train.py", line 5, in <module>' in ended.stderr
 
 
-def test_a_hook_that_somebody_installed_still_gets_the_error(tmp_path: Path) -> None:
+def test_a_hook_that_somebody_installed_still_gets_the_error(run_script: Script) -> None:
     hook = "import sys\nsys.excepthook = lambda kind, *_: print('hook:', kind.__name__)\n"
-    ended = run_script(hook + REFUSED, tmp_path)
+    ended = run_script(hook + REFUSED)
     assert (ended.returncode, ended.stderr) == (2, "")
     assert ended.stdout.endswith("hook: ConfigError\n")
 
 
-def test_other_exceptions_keep_their_traceback(tmp_path: Path) -> None:
-    ended = run_script(FIVE_LINES.replace("DataError(", "ValueError("), tmp_path)
+def test_other_exceptions_keep_their_traceback(run_script: Script) -> None:
+    ended = run_script(FIVE_LINES.replace("DataError(", "ValueError("))
     assert ended.returncode == 1
     assert ended.stderr.startswith("Traceback (most recent call last):\n")
     assert ended.stderr.endswith("ValueError: ('sample 3 cannot be read', 'remove it')\n")
 
 
-def torchrun_two(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_ranks_that_a_foreign_launcher_started_say_a_shared_error_once(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(REFUSED)
-    ended = torchrun_two(tmp_path)
+def test_ranks_that_a_foreign_launcher_started_say_a_shared_error_once(run_script: Script) -> None:
+    ended = run_script(REFUSED, *TORCHRUN_TWO)
     said = ended.stderr + ended.stdout
     assert said.count("is larger than the") == 1, said
     assert 'train.py", line' not in said, "the traceback of a rank"
@@ -159,19 +159,10 @@ def test_ranks_that_a_foreign_launcher_started_say_a_shared_error_once(tmp_path:
 
 @pytest.mark.parametrize("launcher", [["-m", "lockstep.launch.worker"], LAUNCH_TWO])
 def test_a_rank_of_our_own_launchers_says_one_sentence_and_ends_in_good_order(
-    launcher: list[str], tmp_path: Path
+    launcher: list[str], tmp_path: Path, run_script: Script
 ) -> None:
     at_exit = "import atexit\natexit.register(open, 'at_exit', 'w')\n"
-    (tmp_path / "train.py").write_text(at_exit + FIVE_LINES)
-    ended = subprocess.run(
-        [sys.executable, *launcher, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = run_script(at_exit + FIVE_LINES, *launcher)
     assert ended.returncode == 2, ended.stderr
     assert re.fullmatch(SENTENCE, ended.stderr), ended.stderr
     assert (tmp_path / "at_exit").exists(), "what was registered with atexit did not run"
@@ -187,18 +178,17 @@ def test_a_rank_of_our_own_launchers_says_one_sentence_and_ends_in_good_order(
     ],
 )
 def test_a_run_that_is_left_in_a_step_does_not_look_finished_or_saved(
-    leave: str, code: int, said: str, tmp_path: Path
+    leave: str, code: int, said: str, run_script: Script
 ) -> None:
-    ended = run_script(LEAVING.replace("LEAVE", leave), tmp_path)
+    ended = run_script(LEAVING.replace("LEAVE", leave))
     assert ended.returncode == code, ended.stderr
     assert said in ended.stderr
     assert re.fullmatch(SENTENCE if said else "", ended.stderr), ended.stderr
 
 
 @pytest.mark.parametrize("leave", ["sys.exit()", "raise KeyboardInterrupt"])
-def test_ranks_under_torchrun_that_all_leave_say_it_once(leave: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(LEAVING.replace("LEAVE", leave))
-    ended = torchrun_two(tmp_path)
+def test_ranks_under_torchrun_that_all_leave_say_it_once(leave: str, run_script: Script) -> None:
+    ended = run_script(LEAVING.replace("LEAVE", leave), *TORCHRUN_TWO)
     code = 6 if "exit" in leave else 5
     assert f"exitcode  : {code} " in ended.stderr, ended.stderr
     assert ended.stderr.count(REPEATED) == 1, ended.stderr
@@ -231,8 +221,8 @@ raise SystemExit(result.exit_code)
 """
 
 
-def test_a_keyboard_interrupt_between_steps_saves_first(tmp_path: Path) -> None:
-    ended = run_script(READ.replace("INTERRUPTED", "200"), tmp_path)
+def test_a_keyboard_interrupt_between_steps_saves_first(run_script: Script) -> None:
+    ended = run_script(READ.replace("INTERRUPTED", "200"))
     assert ended.returncode == 130, ended.stderr
     step, _, saved = ended.stdout.splitlines()[-1].partition(" ")
     assert int(step) % 10, "a step that would be saved anyway"

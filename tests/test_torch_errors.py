@@ -45,7 +45,7 @@ for batch in Loader(data, world, batch_size=4, epochs=1):
 SENTENCE = "lockstep: rank 0 lost its connection: another rank ended\n  try: read the error of that"
 
 
-def train_on_two(code: str, folder: Path, **env: str) -> str:
+def train_on_two(code: str, folder: Path, python: Path, **env: str) -> str:
     """Start two ranks by hand; return what they say. Torchrun might end one before it speaks."""
     (folder / "train.py").write_text(code)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -53,7 +53,7 @@ def train_on_two(code: str, folder: Path, **env: str) -> str:
     with output.open("a") as file:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "train.py"],
+                [str(python), "train.py"],
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **common, "RANK": rank, **env},
                 stdout=file,
@@ -74,22 +74,24 @@ def rank_tracebacks(text: str) -> list[str]:
 
 @pytest.mark.parametrize("code", [FIT, OWN_LOOP])
 def test_a_rank_that_another_leaves_alone_says_a_sentence(code: str, tmp_path: Path) -> None:
-    said = train_on_two(code, tmp_path)
+    said = train_on_two(code, tmp_path, Path(sys.executable))
     assert rank_tracebacks(said) == ["ValueError"], said
     assert said.count(SENTENCE) == 1, said
     assert "GLHF" not in said
     assert said.index("the planted fault") < said.index(SENTENCE)
 
 
-def test_whoever_asks_for_tracebacks_gets_both(tmp_path: Path) -> None:
-    said = train_on_two(FIT, tmp_path, LOCKSTEP_TRACEBACK="1")
+def test_whoever_asks_for_tracebacks_gets_both(tmp_path: Path, warm_programs: Path) -> None:
+    said = train_on_two(FIT, tmp_path, warm_programs / "python", LOCKSTEP_TRACEBACK="1")
     assert rank_tracebacks(said) == ["ValueError", "RuntimeError"], said
     assert SENTENCE not in said
 
 
-def test_an_error_of_the_scripts_own_in_such_words_keeps_its_traceback(tmp_path: Path) -> None:
+def test_an_error_of_the_scripts_own_in_such_words_keeps_its_traceback(
+    tmp_path: Path, warm_programs: Path
+) -> None:
     own = FIT.replace('ValueError("the planted fault")', 'RuntimeError("upload: reset by peer")')
-    said = train_on_two(own, tmp_path)
+    said = train_on_two(own, tmp_path, warm_programs / "python")
     assert rank_tracebacks(said) == ["RuntimeError"], said
     assert said.count(SENTENCE) == 1, said
 
