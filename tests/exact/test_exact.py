@@ -18,9 +18,9 @@ from torch.nn import functional
 from lockstep import RunConfig, Task, fit
 from lockstep.data.order import share
 from lockstep.errors import ConfigError
+from lockstep.exact.determinism import raise_if_not_deterministic
 from lockstep.exact.reducer import LeafSum
 from lockstep.exact.tree import TreeSum, cover
-from lockstep.exact.determinism import raise_if_not_deterministic
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import FakeWorld, run_ranks
 
@@ -430,7 +430,9 @@ class Wave(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = ((6, 5), (5, 3))
-        self.first, self.second = (nn.Parameter(torch.randn(s) + 1j * torch.randn(s)) for s in sizes)
+        self.first, self.second = (
+            nn.Parameter(torch.randn(s) + 1j * torch.randn(s)) for s in sizes
+        )
         self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ class Faulty(TinyTask):
         if place == self.place and self.rank in self.ranks:
             raise ValueError(f"planted in {place} of rank {self.rank}")
 
-
     def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> Any:
         self.rank = context.world.rank
         return super().loss(model, batch, context)
@@ -116,8 +115,6 @@ def test_a_bug_in_an_evaluation_does_not_lose_the_steps_before(
     assert run(tmp_path, num_ranks, Faulty) == [NUM_STEPS] * num_ranks
     evaluated = [e["step"] for e in read_events(tmp_path) if e["event"] == "evaluation"]
     assert evaluated == [EVALUATE_AT, NUM_STEPS]
-
-
 
 
 def test_a_script_that_catches_the_exception_may_call_fit_again(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
-from lockstep.run import resume as resuming
 from lockstep.checkpoint import Checkpoint
 from lockstep.data import workers
 from lockstep.errors import ConfigError
+from lockstep.run import resume as resuming
 from lockstep.run.resume import changed_settings, flat_settings, is_among
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks

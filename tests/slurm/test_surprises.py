@@ -1,6 +1,6 @@
 """What surprised users of others under SLURM: variables that look like a rank and are none.
 
-Each row is what a process really finds, by how it was started. `tests/test_detect.py` has
+Each row is what a process really finds, by how it was started. `tests/dist/test_detect.py` has
 the plain cases.
 """
 

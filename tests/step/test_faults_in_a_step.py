@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lockstep import Loader, RunConfig, World, fit, read_events, train_step
 from lockstep.checkpoint import CheckpointStore
-from lockstep.errors import ConfigError, NonFiniteError, OutOfMemoryError
 from lockstep.dist.ddp import bare
+from lockstep.errors import ConfigError, NonFiniteError, OutOfMemoryError
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask, run_ranks
 

@@ -1,0 +1,163 @@
+"""A run is taken up with other numbers: accepted with a word, or refused on all ranks."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from whole_run import NUM_SAMPLES, config_for, events, files, run, store, weights
+
+from lockstep import fit
+from lockstep.errors import (
+    LockstepError,
+)
+from lockstep.task import Context
+from lockstep.testing import TinyTask, run_ranks
+from lockstep.trainer import RunResult
+
+
+class Unseeded(TinyTask):
+    """First weights that no seed decides, and a look at the average in the end."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(os.getpid()))
+        return model
+
+    def finish_evaluation(
+        self, model: nn.Module, context: Context, folder: str
+    ) -> dict[str, float]:
+        return {"seen": float(model[0].weight.detach().sum())}  # of the average
+
+
+def test_averages_begin_with_the_first_rank_s_weights_on_every_rank(tmp_path: Path) -> None:
+    first, second = run(tmp_path, 2, lambda: Unseeded(NUM_SAMPLES), averages=[0.9], max_steps=3)
+    assert first.metrics["seen"] == second.metrics["seen"]
+
+
+def test_a_changed_batch_is_refused_on_all_ranks_and_nothing_is_touched(tmp_path: Path) -> None:
+    run(tmp_path, 2, epochs=1)
+    before = files(tmp_path)
+    errors = run(tmp_path, 2, batch={"batch_size": 4, "global_batch_size": 8, "drop_last": False})
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ConfigError"
+    assert "batch_size 2 -> 4" in errors[0][1]
+    assert files(tmp_path) == before
+
+
+def test_an_accepted_larger_batch_finishes_the_epochs_that_were_asked_for(tmp_path: Path) -> None:
+    """Steps get fewer; what was consumed stays consumed."""
+    run(tmp_path, 1, epochs=1, batch={"batch_size": 2, "drop_last": False})
+    assert store(tmp_path).steps()[-1] == 10
+    batch = {"batch_size": 4, "drop_last": False}
+    run(tmp_path, 1, batch=batch, accept_changes=True)
+    checkpoint, _ = store(tmp_path).latest()
+    assert checkpoint is not None
+    assert checkpoint.meta["consumed"] == 2 * NUM_SAMPLES
+    assert events(tmp_path, "epoch")[-1]["message"] == "20 of 20 samples, each once"
+
+
+def test_an_accepted_global_batch_is_taken_on_other_ranks_too(tmp_path: Path) -> None:
+    run(tmp_path, 2, max_steps=2)
+    batch = {"batch_size": 2, "global_batch_size": 4, "drop_last": False}
+    (refused,) = run(tmp_path, 1, batch=batch)
+    assert "trained with global_batch_size 8, this run asks for 4" in refused[1]
+    run(tmp_path, 1, batch=batch, accept_changes=True)
+    checkpoint, _ = store(tmp_path).latest()
+    assert checkpoint is not None
+    assert checkpoint.meta["contract"]["plan"]["leaves_per_step"] == 2
+
+
+def test_a_run_sent_back_to_an_older_checkpoint_is_not_overtaken_by_what_it_left(
+    of_one: Path, tmp_path: Path
+) -> None:
+    run(tmp_path, 1)
+    changes = {"rate": {"lr": 0.01}, "accept_changes": True}
+    run(tmp_path, 1, resume=str(store(tmp_path).path(2)), **changes)
+    sent_back = weights(tmp_path)
+    assert store(tmp_path).steps()[-1] == 6
+    name = "0.weight"
+    assert not torch.equal(sent_back[name], weights(of_one)[name])
+
+
+def test_a_run_sent_to_what_it_had_left_can_always_go_on_from_there(tmp_path: Path) -> None:
+    """By a name that followed its checkpoint aside; and before anything is saved anew."""
+    saving = {"checkpoint": {"every_epochs": 1, "name_epochs": True}}
+    run(tmp_path, 1, **saving)
+    left = weights(tmp_path)
+    for epoch, step in ((1, 3), (2, 6)):
+        (result,) = run(
+            tmp_path, 1, resume=f"checkpoint_epoch_{epoch}.pt", max_steps=step, **saving
+        )
+        assert isinstance(result, RunResult), result
+        assert store(tmp_path).steps()[-1] == result.step == step
+    assert (tmp_path / "checkpoints" / "checkpoint_epoch_2.pt").resolve().name == "step_00000006"
+    assert all(torch.equal(weights(tmp_path)[name], tensor) for name, tensor in left.items())
+    run(tmp_path / "new", 1, resume=str(store(tmp_path).path(6)))  # nothing is left to do
+    assert store(tmp_path / "new").steps() == [6]
+    store(tmp_path / "new").set_aside_after(-1)  # as far as a kill might let it come
+    assert "superseded_1_step_00000006: set aside" in run(tmp_path / "new", 1)[0][1]
+
+
+def test_another_seed_in_mid_epoch_is_refused(tmp_path: Path) -> None:
+    """It would be another order: some samples twice, some never."""
+    run(tmp_path, 1, max_steps=2)
+    (refused,) = run(tmp_path, 1, seed=1)
+    assert isinstance(refused, tuple), "it went on"
+    assert refused[0] == "ConfigError"
+    assert "seed 0 -> 1" in refused[1]
+
+
+def test_ranks_that_were_told_different_things_are_refused(tmp_path: Path) -> None:
+    def one_rank() -> str:
+        lr = 0.1 if os.environ["RANK"] == "0" else 0.2
+        try:
+            fit(TinyTask(NUM_SAMPLES), config_for(tmp_path, rate={"lr": lr}))
+        except LockstepError as error:
+            return str(error)
+        return "finished"
+
+    for said in run_ranks(2, one_rank, timeout_s=30):
+        assert "ranks 0 and 1 see different settings" in said
+
+
+def test_changed_optimizer_settings_need_a_word(tmp_path: Path) -> None:
+    class Decayed(TinyTask):
+        def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.3)
+
+    run(tmp_path, 1, max_steps=2)
+    (refused,) = run(tmp_path, 1, lambda: Decayed(NUM_SAMPLES))
+    assert refused[0] == "ConfigError"
+    assert "weight_decay 0.01 -> 0.3" in refused[1]
+    run(tmp_path, 1, lambda: Decayed(NUM_SAMPLES), accept_changes=True)
+    checkpoint, _ = store(tmp_path).latest()
+    assert checkpoint is not None
+    assert checkpoint.load("optimizer")["param_groups"][0]["weight_decay"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says", "after"),
+    [
+        ("AdamW", "RMSprop", "alpha None -> 0.99", "RMSprop goes on"),
+        ("SGD", "AdamW", "saved state does not fit", "saved state does not fit"),
+    ],
+)
+def test_another_kind_of_optimizer_is_refused_or_begins_anew(
+    old: str, new: str, says: str, after: str, tmp_path: Path
+) -> None:
+    class Moved(TinyTask):
+        kind = old
+
+        def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+            more = {"momentum": 0.9} if self.kind == "SGD" else {}
+            kind: type[torch.optim.Optimizer] = getattr(torch.optim, self.kind)
+            return kind(model.parameters(), lr=lr, **more)  # type: ignore[call-arg]
+
+    run(tmp_path, 1, lambda: Moved(NUM_SAMPLES), max_steps=2)
+    Moved.kind = new
+    (refused,) = run(tmp_path, 1, lambda: Moved(NUM_SAMPLES))
+    assert says in refused[1]
+    (result,) = run(tmp_path, 1, lambda: Moved(NUM_SAMPLES), accept_changes=True)
+    assert after in (f"{new} goes on" if isinstance(result, RunResult) else result[1])
