@@ -196,7 +196,7 @@ def free_port() -> int:
 
 def _next_number() -> int:
     """Count the calls of this user's processes."""
-    path = Path(tempfile.gettempdir()) / f"lockstep_ports_{os.getuid()}"
+    path = Path(tempfile.gettempdir()) / f".lockstep_ports_{os.getuid()}"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
