@@ -7,7 +7,8 @@ DEMO = .venv/bin/lockstep run jit --gpus 2 --output_dir runs/demo --resume disca
 	--num_fid_samples 64 --eval_interval 4 --save_interval 4 --log_interval 16
 
 STAMP = .venv/.installed
-WORKERS = 2
+# Tests wait a good deal, for processes and for SLURM: one process more than two cores run at once.
+WORKERS = 3
 
 # Caches of what the tests and the demo import stay in here too, not in HOME.
 CACHES = XDG_CACHE_HOME="$(CURDIR)/.venv/.cache" MPLCONFIGDIR="$(CURDIR)/.venv/.cache/matplotlib"

@@ -4,16 +4,15 @@
 imported torch already, so that hundreds of such tests fit in minutes.
 """
 
-import fcntl
 import functools
 import importlib
 import multiprocessing
 import os
+import secrets
 import socket
-import tempfile
 import traceback
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,10 @@ from lockstep.dist.detect import Launch
 from lockstep.dist.environment import leave_process
 from lockstep.dist.world import World
 from lockstep.task import Context, PartialLoss, Task
+
+NUM_HELD = 64
+"""How many of the ports it was given a process keeps others from being given."""
+_held: deque[int] = deque()
 
 
 class FakeWorld(World):
@@ -181,32 +184,27 @@ def _be_rank(
 def free_port() -> int:
     """Return a port that nobody listens on, and that no other caller is given for a while.
 
-    Two processes that ask at the same time get different ports: a file in the temporary folder
-    says which is next. They lie below the range from which the kernel picks ports itself, so no
+    Who gets a port holds an abstract socket of the same number, until it ends or has asked for
+    many more: so two processes that ask at the same time get different ports, and no file is
+    left behind. The ports lie below the range from which the kernel picks ports itself, so no
     connection takes one between this call and its use.
     """
     end = _first_ephemeral_port()
     begin = end // 2
     while True:
-        port = begin + _next_number() % (end - begin)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-def _next_number() -> int:
-    """Count the calls of this user's processes."""
-    path = Path(tempfile.gettempdir()) / f".lockstep_ports_{os.getuid()}"
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        said = os.pread(file, 20, 0)
-        number = int(said) + 1 if said.isdigit() else os.getpid()
-        os.ftruncate(file, 0)
-        os.pwrite(file, b"%d" % number, 0)
-        return number
-    finally:
-        os.close(file)
+        port = begin + secrets.randbelow(end - begin)
+        held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            held.bind(f"\0lockstep_port_{port}")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        _held.append(held.detach())
+        if len(_held) > NUM_HELD:
+            os.close(_held.popleft())
+        return port
 
 
 def _first_ephemeral_port() -> int:

@@ -64,7 +64,7 @@ def test_a_live_holder_is_named(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(FolderInUseError) as caught:
             FolderLock(tmp_path).acquire()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 30  # the holder stays for 60 s
         message = str(caught.value)
         assert f"process {pid} on {socket.gethostname()}, since 20" in message
         assert str(tmp_path) in message

@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,10 @@ from lockstep.cli.stage import NOTES, Stage, with_a_middle
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.run.rehearsal import rehearsed
 from lockstep.testing import free_port
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
+
+from processes import Forked
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -125,6 +128,7 @@ def test_a_recipe_behind_a_shell_script_and_torchrun_passes(
     for name in ("train.py", "train_multi_gpu.sh"):
         shutil.copy(ROOT / "recipes" / "jit" / name, tmp_path)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("BATCH_SIZE", "8")
     assert rehearse(["./train_multi_gpu.sh", "2"], 90, [], as_json=False) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "rehearsing: ./train_multi_gpu.sh 2"
@@ -267,26 +271,24 @@ time.sleep(100)
 def test_a_command_that_is_ended_leaves_nothing_running(
     verb: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    words = [sys.executable, "-m", "lockstep.cli.main", *verb.split(), "--"]
-    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    (tmp_path / "tmp").mkdir()
     (tmp_path / "train.py").write_text(SLEEPER)
-    command = subprocess.Popen([*words, sys.executable, "train.py"], env=env)
+    words = [*verb.split(), "--", sys.executable, "train.py"]
+    command = Forked(words, tmp_path / "said.txt", {"TMPDIR": str(tmp_path)})
     try:
         while not (tmp_path / "pids").exists():
             assert command.poll() is None
             time.sleep(0.05)
         started, below = map(psutil.Process, map(int, (tmp_path / "pids").read_text().split()))
-        command.send_signal(number)
-        code = command.wait(20)
+        os.kill(command.pid, number)
+        code = command.wait(60)
         if number == signal.SIGKILL:  # the kernel then ends what was started, and not what that did
             below.kill()
-        assert psutil.wait_procs([started, below], 5)[1] == []
+        assert psutil.wait_procs([started, below], 30)[1] == []
     finally:
-        command.kill()
+        command.process.kill()
         command.wait()
     if number == signal.SIGKILL:
         assert code == -number
     else:
         assert code == 128 + number
-        assert not list((tmp_path / "tmp").glob("lockstep_*"))
+        assert not list(tmp_path.glob("lockstep_*"))

@@ -80,9 +80,9 @@ def test_seeking_in_a_billion_samples_takes_no_time() -> None:
     order = Shuffled(10**9, seed=0)
 
     def seek(start: int) -> float:
-        began = time.perf_counter()
+        began = time.thread_time()
         order.ids(7, start, start + 256)
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     assert min(seek(10**9 - 1000 - k) for k in range(5)) < 0.010
 

@@ -150,7 +150,7 @@ class Started:
             self.look_around()
             pytest.fail(f"{self.process.args} ran for over {limit_s:g} s:\n{self.text}")
 
-    def orphans(self, within_s: float = 6.0) -> list[str]:
+    def orphans(self, within_s: float = 30.0) -> list[str]:
         """Return who of the family is still alive after a while."""
         _, alive = psutil.wait_procs(self.family, timeout=within_s)
         return [" ".join(process.cmdline()) for process in alive]

@@ -56,10 +56,8 @@ def test_an_exception_is_shown_once_with_rank_host_and_step_and_nobody_stays(
     launched = start(*LAUNCH, "4", TRAIN, tmp_path, "--fail_at=3", "--fail_rank=1")
     pids = pids_of(tmp_path, 4)
     wait_until(lambda: "the planted fault" in launched.text, "the exception")
-    began = time.monotonic()
-    assert launched.finish() == 1, launched.text
-    wait_until(lambda: all(map(is_gone, pids)), "all ranks gone", 5)
-    assert time.monotonic() - began < 5
+    assert launched.finish(30) == 1, launched.text  # nobody waited 60 s in a collective
+    wait_until(lambda: all(map(is_gone, pids)), "all ranks gone", 10)
     text = launched.text
     assert text.count("Traceback (most recent call last):") == 1, text
     assert text.count('raise ZeroDivisionError("the planted fault")') == 1, text
@@ -222,10 +220,11 @@ fit(TinyTask(), RunConfig(output_dir="run", epochs=1, batch={"batch_size": 1000}
 
 
 def test_an_error_raised_on_purpose_is_said_without_a_traceback(
-    tmp_path: Path, start: Start
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # the run's folder is made where it is started
     (tmp_path / "refused.py").write_text(REFUSED)
-    launched = start(*LAUNCH, "2", tmp_path / "refused.py")
+    launched = start(*LAUNCH, "2", "refused.py")
     assert launched.finish() == 2, launched.text
     assert "Traceback" not in launched.text
     said = r"lockstep: rank \d on \S+: ConfigError: a batch of 1000 x 2 = 2000 is larger than .*\n"
@@ -312,10 +311,10 @@ def test_killed_ranks_go_on_and_end_with_the_same_weights(tmp_path: Path, start:
 
 
 def test_no_rank_outlives_its_launcher(tmp_path: Path, start: Start) -> None:
-    launched = start(*LAUNCH, "2", TRAIN, tmp_path, "--step_s=0.5")
+    launched = start(*LAUNCH, "2", TRAIN, tmp_path, "--step_s=600")  # they would not end by now
     pids = pids_of(tmp_path, 2)
     os.kill(launched.pid, signal.SIGKILL)
-    wait_until(lambda: all(map(is_gone, pids)), "the ranks gone", 1)
+    wait_until(lambda: all(map(is_gone, pids)), "the ranks gone", 60)
     assert launched.orphans() == []
 
 

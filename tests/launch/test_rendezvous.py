@@ -386,15 +386,16 @@ def skewed_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.mark.parametrize("seconds", [20, 60, 600, 3600])
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_nodes_whose_clocks_differ_train_together(
-    seconds: int, skewed_clock: Path, start: Start
+    ahead: int, skewed_clock: Path, start: Start
 ) -> None:
-    skewed = {"LD_PRELOAD": str(skewed_clock), "CLOCK_SKEW_S": str(seconds)}
+    """By more than anything waits for: whoever compared times would find one long past."""
+    skewed = {"LD_PRELOAD": str(skewed_clock), "CLOCK_SKEW_S": "3600"}
     shape = ("launch", "--gpus", "1", "--nodes", "2", "--head", f"localhost:{free_port()}")
     both = [
         start(LOCKSTEP, *shape, "--node-rank", str(rank), MEET, env=env)
-        for rank, env in enumerate(({}, skewed))
+        for rank, env in enumerate([skewed, {}] if ahead == 0 else [{}, skewed])
     ]
     assert [one.finish() for one in both] == [0, 0], both[0].text + both[1].text
     assert all('"size": 2' in one.text for one in both), both[0].text + both[1].text
