@@ -5,6 +5,7 @@ Owns: joining, keeping and leaving torch's process group. Does not own: what is 
 """
 
 import atexit
+import ctypes
 import datetime
 import logging
 import os
@@ -202,7 +203,12 @@ def _end_group() -> None:
     own = own_group()
     is_here = own is not None and own.process == os.getpid()  # not in a child forked from a rank
     is_failing = _is_failing or hasattr(sys, "last_value")  # set by an uncaught exception
-    if own is not None and is_here and not own.has_failed and not is_failing:
+    if own is None or not is_here:
+        return
+    if own.has_failed or is_failing:
+        # Destroying the group would wait for its pending collectives: it outlives the interpreter.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(own.group))
+    else:
         leave_group()
 
 
