@@ -93,7 +93,7 @@ def no_hash_check() -> None:
 def save_in_mid_step() -> None:
     """Averages follow the weights only after the save."""
     plain, pending = Averages.update, []
-    between = Trainer._once_in_a_while
+    between = Trainer._log_evaluate_save
 
     def once(trainer: Any) -> None:
         if not _is_last(trainer.run.progress):
@@ -104,7 +104,7 @@ def save_in_mid_step() -> None:
             between(trainer)
 
     Averages.update = lambda *args: pending.append(args)  # type: ignore[method-assign,assignment]
-    Trainer._once_in_a_while = once  # type: ignore[method-assign]
+    Trainer._log_evaluate_save = once  # type: ignore[method-assign]
 
 
 def rank_keyed_noise() -> None:
@@ -131,7 +131,7 @@ def library_adds() -> None:
         future.set_result(own.buffer)
         return future
 
-    exact.LeafSum.exchange = exchange  # type: ignore[method-assign]
+    exact.ExactReducer.exchange = exchange  # type: ignore[method-assign]
 
 
 def fetched_is_consumed() -> None:
@@ -277,14 +277,14 @@ def sums_forgotten() -> None:
 
 
 def scaled_by_ranks() -> None:
-    plain = exact.LeafSum.finish
+    plain = exact.ExactReducer.finish
 
     def finish(leaves: Any) -> None:
         plain(leaves)
         for parameter in leaves._trained:
             parameter.grad *= leaves.world.size
 
-    exact.LeafSum.finish = finish  # type: ignore[method-assign]
+    exact.ExactReducer.finish = finish  # type: ignore[method-assign]
 
 
 def momentum_forgotten() -> None:

@@ -270,7 +270,7 @@ def keep_count(armed: Armed) -> None:
             rejected = [(path.name, reason) for path, reason in run.rejected]
             note(armed.folder, "goes_on", leg=armed.number, step=armed.step, rejected=rejected)
 
-    def took(trainer: Any, report: Any, batch: Any) -> None:
+    def record_step(trainer: Any, report: Any, batch: Any) -> None:
         world = trainer.run.world
         taken = [m.ids.tolist() for m in batch.micro_batches if m.counts]
         ids = ",".join(str(sample) for leaf in taken for sample in leaf)
@@ -280,7 +280,7 @@ def keep_count(armed: Armed) -> None:
         armed.step = batch.step + 1
 
     around(Trainer, "__init__", begin)
-    around(Trainer, "took", took)
+    around(Trainer, "record_step", record_step)
 
 
 def _rendezvous(armed: Armed) -> None:
@@ -363,7 +363,7 @@ def _mid_update(armed: Armed) -> None:
 def _after_update(armed: Armed) -> None:
     from lockstep.trainer import Trainer
 
-    around(Trainer, "took", lambda *_: armed.reach("after_update"))
+    around(Trainer, "record_step", lambda *_: armed.reach("after_update"))
 
 
 def _log_flush(armed: Armed) -> None:

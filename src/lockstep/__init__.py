@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.store import CheckpointStore
     from lockstep.config import RunConfig
     from lockstep.data.loader import Loader, plan_for
-    from lockstep.dist.ddp import Averaging
+    from lockstep.dist.ddp import Averaging, unwrap
     from lockstep.dist.world import World
     from lockstep.errors import LockstepError
     from lockstep.observe.events import read_events
@@ -46,6 +46,7 @@ _HOMES = {
     "prepare": "lockstep.run.build",
     "read_events": "lockstep.observe.events",
     "train_step": "lockstep.step.train_step",
+    "unwrap": "lockstep.dist.ddp",
 }
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "prepare",
     "read_events",
     "train_step",
+    "unwrap",
 ]
 
 

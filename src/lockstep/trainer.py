@@ -21,14 +21,14 @@ from lockstep.dist import position
 from lockstep.dist.agreement import (
     SAME_STATE,
     agree_to_continue,
-    check_alike,
+    check_same,
     is_shared,
     raise_together,
     state_difference,
     together,
     voting_before_collectives,
 )
-from lockstep.dist.ddp import bare, sync_buffers
+from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.fsdp import gathered_whole, raise_if_out_of_reach
 from lockstep.dist.same_state import check_same_weights
 from lockstep.dist.training_buffers import TrainingBuffers
@@ -51,7 +51,7 @@ from lockstep.run.halving import halve
 from lockstep.run.record import Record
 from lockstep.run.run import Run
 from lockstep.run.saver import Saver
-from lockstep.run.skipped_steps import LeftOut, is_finite
+from lockstep.run.skipped_steps import SkippedSteps, is_finite
 from lockstep.schedule import build_schedule
 from lockstep.signals import EXIT_CODES, EXIT_NOT_SAVED, StopRequested, StopSignals
 from lockstep.step.report import StepReport
@@ -102,7 +102,7 @@ class Trainer:
     """Takes a prepared run through its steps. The steps themselves are the caller's.
 
     A loop is `for batch in trainer.steps()`, in it `trainer.step(batch)`, or a step of one's own
-    and `trainer.took(report, batch)`, and `trainer.finish()` after it. `fit` is such a loop;
+    and `trainer.record_step(report, batch)`, and `trainer.finish()` after it. `fit` is such a loop;
     docs/own_loop.md shows another.
 
     Args:
@@ -122,8 +122,8 @@ class Trainer:
         self.record = Record(run, stack, also_say)
         self.events = self.record.events
         self.saver = Saver(run, self.record, stack)
-        self.left_out = LeftOut(run, self.events)
-        self.buffers = TrainingBuffers(bare(run.model), run.world)
+        self.skipped_steps = SkippedSteps(run, self.events)
+        self.buffers = TrainingBuffers(unwrap(run.model), run.world)
         resumed = run.resumed_from
         self.metrics: dict[str, float] = dict(resumed.meta.get("metrics", {})) if resumed else {}
         """What the last evaluation found."""
@@ -181,7 +181,7 @@ class Trainer:
             assert isinstance(upcoming, StepBatch)
             self._again = False
             self._step_began = time.monotonic()
-            self.left_out.remember()
+            self.skipped_steps.remember()
             self._call("on_step_start", upcoming)
             self.buffers.begin_step()
             yield upcoming
@@ -189,12 +189,12 @@ class Trainer:
                 batches = iter(run.loader)
             elif progress.step != upcoming.step + 1:
                 raise RuntimeError(
-                    "a loop over steps() calls step(batch) or took(report, batch) for each"
+                    "a loop over steps() calls step(batch) or record_step(report, batch) for each"
                 )
             upcoming = self._fetch(batches)  # while the device is still busy
             if not self._again:
                 throughput.step_done(self._num_new)
-                self._once_in_a_while()
+                self._log_evaluate_save()
                 if self.stopped_by:
                     return
 
@@ -222,8 +222,8 @@ class Trainer:
                 max_grad_norm=config.max_grad_norm,
                 autocast=run.autocast,
                 scaler=run.scaler,
-                leaf_sum=run.leaf_sum,
-                broken=self.left_out.latch(),
+                exact_reducer=run.exact_reducer,
+                non_finite=self.skipped_steps.flag(),
                 agree_on_memory=agrees,
                 trained=run.trained,
                 buffers_later=True,
@@ -239,7 +239,7 @@ class Trainer:
             raise
         else:
             self._num_followed = 0
-            self.took(report, batch)
+            self.record_step(report, batch)
             return
         # Out here: an error holds on to what filled the memory, and to the old replica.
         if too_large:
@@ -262,27 +262,27 @@ class Trainer:
                 self._agree(refused)  # the steps before are saved, and then this is raised
             self.step(batch)
 
-    def took(self, report: StepReport, batch: StepBatch) -> None:
+    def record_step(self, report: StepReport, batch: StepBatch) -> None:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
         run, before = self.run, self.run.progress.consumed
         self.buffers.end_step()
         if self.report is None:
-            if run.leaf_sum:
-                run.leaf_sum.raise_if_unused()
-            check_alike("parts of the loss", " ".join(report.names), run.world)
+            if run.exact_reducer:
+                run.exact_reducer.raise_if_unused()
+            check_same("parts of the loss", " ".join(report.names), run.world)
             # Now, and not only at the first save, which may be hours away.
             state = together(run.world, run.task.state)
             if difference := state_difference(state, run.world):
                 raise ConfigError(f"Task.state() differs between ranks: {difference}", SAME_STATE)
-            check_same_weights({"": bare(run.model)}, {"": run.optimizer}, run.world)
+            check_same_weights({"": unwrap(run.model)}, {"": run.optimizer}, run.world)
             if run.config.compile:
                 seconds = time.monotonic() - self._step_began
                 self.events.write("compiled", run.progress.step, local_seconds=seconds)
         self.report = report
-        if run.broken is None and not is_finite(report, run):
+        if run.non_finite is None and not is_finite(report, run):
             self.saver.settle()
             numbers = report.loss, report.grad_norm, report.weight
-            self.left_out.add(batch.step, *map(float, numbers))
+            self.skipped_steps.add(batch.step, *map(float, numbers))
             run.progress.take(None, batch)
         else:
             run.progress.take(report, batch)
@@ -344,7 +344,7 @@ class Trainer:
             self._announced_step = self.saver.saved_step
             self._call("on_checkpoint_saved", self.run.store.path(self._announced_step))
 
-    def _once_in_a_while(self) -> None:
+    def _log_evaluate_save(self) -> None:
         """Log, close the epoch, evaluate, save: each when it is due. Collective."""
         run, config, progress = self.run, self.run.config, self.run.progress
         at_end = progress.step == run.loader.total_steps
@@ -467,7 +467,7 @@ class Trainer:
         Raises:
             StopRequested: on all ranks, because one of them was asked to stop.
         """
-        run, config, model = self.run, self.run.config, bare(self.run.model)
+        run, config, model = self.run, self.run.config, unwrap(self.run.model)
         began, step = time.monotonic(), run.progress.step
         is_idle = type(run.task).finish_evaluation is Task.finish_evaluation
         is_alike = run.task.calls_alike or is_idle
@@ -531,10 +531,10 @@ class Trainer:
 
     def _check_finite(self) -> None:
         """Raise, on all ranks alike, if a step since the last look was no longer arithmetic."""
-        bad = None if self.run.broken is None else self.run.progress.settle()
+        bad = None if self.run.non_finite is None else self.run.progress.settle()
         if bad:
             self.saver.settle()
-            self.left_out.add(*bad)
+            self.skipped_steps.add(*bad)
 
     def _is_best(self) -> bool:
         """Say whether the present metrics are the best so far, and remember it."""
@@ -592,9 +592,9 @@ class Trainer:
 
     def _drop_step(self) -> None:
         """Take back what the forward passes of a failed step did to running statistics."""
-        self.left_out.drop_step()
-        if self.run.leaf_sum:
-            self.run.leaf_sum.drop_step()
+        self.skipped_steps.drop_step()
+        if self.run.exact_reducer:
+            self.run.exact_reducer.drop_step()
 
     def _say_where(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Note on whatever ends the run which rank met it, and when."""

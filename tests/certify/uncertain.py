@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep import PartialLoss, RunConfig, World, fit, train_step
 from lockstep.data.order import Shuffled
-from lockstep.dist.ddp import bare
+from lockstep.dist.ddp import unwrap
 from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
 from lockstep.testing import TinyTask
@@ -309,7 +309,7 @@ class OwnLoop(Sound):
                 report = train_step(
                     self.loss, run.model, run.optimizer, batch, world, scaler=run.scaler
                 )
-                trainer.took(report, batch)
+                trainer.record_step(report, batch)
             return trainer.finish()
 
 
@@ -342,7 +342,7 @@ class Adversarial(OwnLoop):
         self.critic_optimizer.load_state_dict(state["optimizer"])
 
     def begin(self, run):
-        self.model = bare(run.model)
+        self.model = unwrap(run.model)
         self.replica = run.world.replicate(self.critic)
 
     def critic_loss(self, critic, batch, context):
@@ -516,7 +516,7 @@ class OneRanksWeight(Sound):
 
     def loss(self, model, batch, context):
         if context.step == 1 and context.world.rank == 1:
-            bare(model)[0].weight.data[0, 0] = 0.5
+            unwrap(model)[0].weight.data[0, 0] = 0.5
         return super().loss(model, batch, context)
 
 

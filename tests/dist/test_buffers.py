@@ -17,7 +17,7 @@ from lockstep import (
     fit,
     train_step,
 )
-from lockstep.dist.ddp import bare
+from lockstep.dist.ddp import unwrap
 from lockstep.dist.training_buffers import TrainingBuffers
 from lockstep.testing import FakeWorld, TinyTask, run_ranks
 
@@ -42,10 +42,10 @@ def five_lines(num_steps: int, folder: Path | None = None, **options: Any) -> li
             train_step(TinyTask().loss, model, optimizer, batch, world, **options)
             if folder is not None:
                 CheckpointStore(folder).save_from(world, loader.step, model=model)
-            found.append(evaluated(bare(model)))
+            found.append(evaluated(unwrap(model)))
         if options:
             world.sync_buffers(model)
-            found.append(evaluated(bare(model)))
+            found.append(evaluated(unwrap(model)))
     return found
 
 
@@ -222,7 +222,7 @@ class Cached(CentredTask):
 
     def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
         length = 2 + context.world.rank + context.step
-        bare(model).register_buffer("cache", torch.ones(length, dtype=torch.float64))
+        unwrap(model).register_buffer("cache", torch.ones(length, dtype=torch.float64))
         return super().loss(model, batch, context)
 
 

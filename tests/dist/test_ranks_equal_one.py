@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lockstep import Loader, PartialLoss, Task, World, train_step
 from lockstep.data.order import Shuffled, leaves_of
-from lockstep.dist.ddp import bare
+from lockstep.dist.ddp import unwrap
 from lockstep.plan import BatchConfig, plan_batches
 from lockstep.randomness import keyed_generator, seed_all
 from lockstep.task import Context
@@ -72,7 +72,7 @@ def train_here(setting: Setting) -> Trained:
             )
             for batch in loader
         ]
-        weights = torch.cat([p.detach().flatten() for p in bare(model).parameters()])
+        weights = torch.cat([p.detach().flatten() for p in unwrap(model).parameters()])
         return Trained(
             weights.numpy().copy(),
             [float(report.loss) for report in reports],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lockstep import CheckpointStore, Loader, PartialLoss, RunConfig, fit, train_step
-from lockstep.dist.ddp import bare
+from lockstep.dist.ddp import unwrap
 from lockstep.dist.environment import launched_rank
 from lockstep.dist.same_state import checksum
 from lockstep.dist.world import World
@@ -259,7 +259,7 @@ class ChangedOnOne(TinyTask):
     def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
         if context.training and context.step == 2 and context.world.rank == 1:
             with torch.no_grad():
-                bare(model)[3].bias[0] += 1e-12  # type: ignore[index]
+                unwrap(model)[3].bias[0] += 1e-12  # type: ignore[index]
         return super().loss(model, batch, context)
 
 
@@ -302,7 +302,7 @@ def save_after_a_change(folder: Path) -> Any:
     with World.enter("cpu", timeout_s=20) as world:
         model = world.replicate(nn.Linear(2, 2))
         with torch.no_grad():
-            bare(model).weight[1, 1] += world.rank  # type: ignore[index, operator]
+            unwrap(model).weight[1, 1] += world.rank  # type: ignore[index, operator]
         return told(lambda: CheckpointStore(folder).save_from(world, 1, net=model))
 
 
@@ -362,7 +362,7 @@ def step_compiled() -> list[float]:
         loader = Loader(task.train_data(), world, batch_size=4, max_steps=2)
         for batch in loader:
             train_step(task.loss, model, optimizer, batch, world)
-        return [float(p.detach().sum()) for p in bare(model).parameters()]
+        return [float(p.detach().sum()) for p in unwrap(model).parameters()]
 
 
 def test_a_replica_may_be_compiled() -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep import CheckpointStore, Loader, LockstepError, RunConfig, World, fit, train_step
 from lockstep import trainer as trainer_module
-from lockstep.dist.ddp import bare
+from lockstep.dist.ddp import unwrap
 from lockstep.randomness import seed_all
 from lockstep.run.build import prepare
 from lockstep.dist.fsdp import is_cut
@@ -60,7 +60,7 @@ class Thawing(TinyTask):
         if self.is_done or not is_due or context.world.rank != (self.rank or context.world.rank):
             return
         self.is_done = True
-        first = bare(model)[0]
+        first = unwrap(model)[0]
         first.requires_grad_(self.way != "freeze")
         if self.way == "group":
             assert self.optimizer is not None
@@ -111,7 +111,7 @@ def loop(task: Thawing, config: RunConfig, when: str = "in the loss") -> dict[st
                 outside(run.model, Context(world, 0, batch.step + 1, 0))
         trainer.finish()
         return {
-            "weights": copied(bare(run.model).state_dict()),
+            "weights": copied(unwrap(run.model).state_dict()),
             "averages": copied(run.averages.state(0.9)),
             "rates": [group["lr"] for group in run.optimizer.param_groups],
         }
@@ -204,7 +204,7 @@ class Forgotten(Thawing):
     """Unfreezes a layer that its optimizer does not have, nor gets."""
 
     def change(self, model: nn.Module, context: Context) -> None:
-        bare(model)[0].requires_grad_(context.step >= AT_STEP)
+        unwrap(model)[0].requires_grad_(context.step >= AT_STEP)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -218,7 +218,7 @@ class Flickering(Thawing):
     """Changes what is trained whenever it is asked for a loss."""
 
     def change(self, model: nn.Module, context: Context) -> None:
-        bare(model)[0].requires_grad_(not bare(model)[0].weight.requires_grad)
+        unwrap(model)[0].requires_grad_(not unwrap(model)[0].weight.requires_grad)
 
 
 def test_a_loss_that_changes_what_is_trained_each_time_is_refused(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def five_lines(again: bool) -> Weights | str:
     with World.enter("cpu", timeout_s=20) as world:
         torch.manual_seed(0)
         model = world.replicate(task.build_model())
-        optimizer = torch.optim.SGD(bare(model).parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(unwrap(model).parameters(), lr=0.1)
         loader = Loader(data, world, batch_size=4, epochs=1)
 
         def take(batch: Any) -> None:
@@ -317,12 +317,12 @@ def five_lines(again: bool) -> Weights | str:
 
         for batch in loader:
             if batch.step == 3:
-                bare(model)[0].requires_grad_(True)
+                unwrap(model)[0].requires_grad_(True)
                 if again:
                     model = world.replicate(model)
             if said := refusal(partial(take, batch)).replace("not refused", ""):
                 return said
-        return copied(bare(model).state_dict())
+        return copied(unwrap(model).state_dict())
 
 
 def test_five_lines_that_unfreeze_without_replicating_again_are_refused_with_the_names() -> None:
@@ -377,9 +377,9 @@ def loop_with_train_step(task: Thawing, config: RunConfig) -> str:
                     batch,
                     world,
                     trained=run.trained,
-                    leaf_sum=run.leaf_sum,
+                    exact_reducer=run.exact_reducer,
                 )
-                trainer.took(report, batch)
+                trainer.record_step(report, batch)
             trainer.finish()
     except LockstepError as error:
         return type(error).__name__

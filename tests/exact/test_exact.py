@@ -19,7 +19,7 @@ from lockstep import RunConfig, Task, fit
 from lockstep.data.order import share
 from lockstep.errors import ConfigError
 from lockstep.exact.determinism import raise_if_not_deterministic
-from lockstep.exact.reducer import LeafSum
+from lockstep.exact.reducer import ExactReducer
 from lockstep.exact.tree import TreeSum, cover
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import FakeWorld, run_ranks
@@ -394,10 +394,10 @@ def test_an_exchange_that_failed_is_not_added_up() -> None:
         gradients=lambda: [buffer.view(2, 2)],
         parameters=lambda: [model.weight],
     )
-    leaf_sum = LeafSum(model, LostOnTheWay(rank=0, size=2))
-    leaf_sum.begin(2)
+    exact_reducer = ExactReducer(model, LostOnTheWay(rank=0, size=2))
+    exact_reducer.begin(2)
     with pytest.raises(RuntimeError, match="the other end is gone"):
-        leaf_sum.exchange(bucket).wait()
+        exact_reducer.exchange(bucket).wait()
 
 
 # --- What a resume must bring back as it was ----------------------------------------------------

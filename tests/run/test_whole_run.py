@@ -64,7 +64,7 @@ def own_loop(folder: Path, counts: bool = True, **more: Any) -> RunResult:
         for batch in trainer.steps():
             report = train_step(task.loss, run.model, run.optimizer, batch, world)
             if counts:
-                trainer.took(report, batch)
+                trainer.record_step(report, batch)
         return trainer.finish()
 
 
@@ -99,7 +99,7 @@ def test_a_loop_that_does_not_count_its_steps_is_told_so(tmp_path: Path) -> None
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_step_that_leaves_out_exact_mode_is_refused(num_ranks: int, tmp_path: Path) -> None:
     """Nobody would sum the gradients of two ranks, which would go apart, and save."""
-    with pytest.raises(RuntimeError, match=r"(?s)exact=true.*leaf_sum=run.leaf_sum"):
+    with pytest.raises(RuntimeError, match=r"(?s)exact=true.*exact_reducer=run.exact_reducer"):
         run_ranks(num_ranks, partial(own_loop, exact=True), tmp_path)
 
 

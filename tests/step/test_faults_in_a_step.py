@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import Loader, RunConfig, World, fit, read_events, train_step
 from lockstep.checkpoint import CheckpointStore
-from lockstep.dist.ddp import bare
+from lockstep.dist.ddp import unwrap
 from lockstep.errors import ConfigError, NonFiniteError, OutOfMemoryError
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask, run_ranks
@@ -51,7 +51,9 @@ class Hungry(TinyTask):
         when = self.when if here and len(batch["x"]) > self.most else ""
         when = "" if when == "midway" and context.place < 3 else when
         if when == "midway":  # the last layer's gradients are on their way by then
-            hook = bare(model)[1].register_forward_hook(lambda *a: Exhaust.apply(a[2], "backward"))
+            hook = unwrap(model)[1].register_forward_hook(
+                lambda *a: Exhaust.apply(a[2], "backward")
+            )
         made = super().loss(model, {**batch, "x": batch["x"]}, context)
         if when == "midway":
             hook.remove()
@@ -366,10 +368,10 @@ def test_skipping_leaves_the_step_out_on_all_ranks(poison: float, tmp_path: Path
     run_ranks(1, train, task, tmp_path / "one", {"on_non_finite": "skip", "exact": True})
     assert torch.equal(weights_of(tmp_path / "two"), weights_of(tmp_path / "one"))
     assert torch.isfinite(weights_of(tmp_path / "two")).all()
-    left_out = {e["step"] for e in events_of(tmp_path / "two", "non_finite")}
-    assert len(left_out) >= 3  # once an epoch
+    skipped_steps = {e["step"] for e in events_of(tmp_path / "two", "non_finite")}
+    assert len(skipped_steps) >= 3  # once an epoch
     losses = {e["step"] - 1: e["loss"] for e in events_of(tmp_path / "two", "step")}
-    assert {step for step, loss in losses.items() if math.isnan(loss)} == left_out
+    assert {step for step, loss in losses.items() if math.isnan(loss)} == skipped_steps
     assert all(e["each_once"] for e in events_of(tmp_path / "two", "epoch"))
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import PartialLoss, RunConfig, fit, trainer
 from lockstep.step import train_step as step_module
-from lockstep.step.update import GatedUpdate, new_flag
+from lockstep.step.update import GatedUpdate, new_non_finite_flag
 from lockstep.task import Context
 from lockstep.testing import TinyTask
 
@@ -105,7 +105,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     step, watched = trainer.train_step, list[int]()
 
     def gate(optimizer: Any, device: torch.device, scaler: Any, flag: Tensor | None) -> GatedUpdate:
-        return GatedUpdate(new_flag(device) if flag is None else flag)
+        return GatedUpdate(new_non_finite_flag(device) if flag is None else flag)
 
     def watch(*words: Any, **named: Any) -> Any:
         batch = words[3]

@@ -15,7 +15,7 @@ from lockstep.randomness import seed_all
 from lockstep.run.progress import Progress
 from lockstep.step.partial import as_partial
 from lockstep.step.report import StepReport
-from lockstep.step.update import divide, new_flag
+from lockstep.step.update import divide, new_non_finite_flag
 from lockstep.task import Context
 from lockstep.testing import FakeWorld, TinyTask
 
@@ -219,7 +219,7 @@ def test_a_loss_that_is_no_number_is_reported_as_such(bad: float) -> None:
 def test_after_a_bad_step_nothing_moves_until_somebody_looks() -> None:
     """As on a GPU, which is asked now and then."""
     model, optimizer = build()
-    broken = new_flag(torch.device("cpu"))
+    non_finite = new_non_finite_flag(torch.device("cpu"))
     plan = plan_batches(BatchConfig(batch_size=12), 48, 1)
     states, reports = [], []
     for batch in Loader(TASK.train_data(), WORLD, plan=plan, epochs=1):
@@ -228,12 +228,12 @@ def test_after_a_bad_step_nothing_moves_until_somebody_looks() -> None:
         def loss(net: nn.Module, data: Any, context: Context, factor: float = factor) -> Tensor:
             return TASK.loss(net, data, context).loss_sum * factor
 
-        reports.append(train_step(loss, model, optimizer, batch, WORLD, broken=broken))
+        reports.append(train_step(loss, model, optimizer, batch, WORLD, non_finite=non_finite))
         states.append(flat(model).clone())
     assert not torch.equal(states[0], flat(build()[0]))
     assert all(torch.equal(state, states[0]) for state in states)
     assert bool(reports[2].finite)
-    assert broken.item() == 1.0
+    assert non_finite.item() == 1.0
 
 
 def test_a_gradient_that_is_no_number_is_reported_although_the_loss_is_one() -> None:

@@ -23,7 +23,7 @@ from lockstep.bench.look import Look
 from lockstep.bench.part import WARMUP_STEPS, BenchPart
 from lockstep.dist import ddp as parallel
 from lockstep.dist.collectives import GradBucket
-from lockstep.dist.ddp import bare
+from lockstep.dist.ddp import unwrap
 from lockstep.dist.world import World
 from lockstep.errors import ConfigError
 from lockstep.observe.pace import Clock
@@ -143,7 +143,7 @@ class Probe:
         self.clock = Clock(run.world.device)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.parameters = {
-            name: p for name, p in bare(run.model).named_parameters() if p.requires_grad
+            name: p for name, p in unwrap(run.model).named_parameters() if p.requires_grad
         }
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._note(name))  # type: ignore[no-untyped-call]

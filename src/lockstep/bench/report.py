@@ -237,14 +237,14 @@ def work_lines(found: Measured, work: Work) -> list[str]:
     amount, unit = _scaled(work.operations)
     least, most = (f(n for rank in work.operations_each for n in rank) for f in (min, max))
     spread = f", {_scaled(least)[0]} to {_scaled(most)[0]}" if most > 1.05 * least else ""
-    left_out = ", ".join(["pointwise work", *work.not_counted])
+    skipped = ", ".join(["pointwise work", *work.not_counted])
     reached, reached_unit = _scaled(work.per_s)
     limit, limit_unit = _scaled(work.limit_per_s)
     rows = [
         (
             "operations",
             f"{amount} {unit}FLOP",
-            f"a step of a rank{spread}: {_percent(work.operations_by_kind)}; without {left_out}",
+            f"a step of a rank{spread}: {_percent(work.operations_by_kind)}; without {skipped}",
         ),
         (
             "rate",

@@ -20,7 +20,7 @@ from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.feed import to_device
 from lockstep.data.order import Leaf
 from lockstep.data.reader import is_stream
-from lockstep.dist.ddp import bare
+from lockstep.dist.ddp import unwrap
 from lockstep.randomness import derive_seed, set_all, untouched
 from lockstep.run.run import Run
 from lockstep.step.partial import as_partial
@@ -84,7 +84,7 @@ def measure_cut(run: Run, batch: StepBatch) -> Cut:
     starts = range(0, len(ids) - 3 * size + 1, 3 * size)[:MOST_GROUPS]
     found = []
     try:
-        with _evaluating(bare(run.model)), untouched():
+        with _evaluating(unwrap(run.model)), untouched():
             for start in starts:
                 group = _Group(run, batch, ids[start : start + 3 * size], size)
                 if group.draws():
@@ -195,7 +195,7 @@ class _Group:
         leaf = Leaf(self.batch.epoch, seed, 0, len(blocks) * self.size)
         ids = self.batch.micro_batches[0].ids[:1].repeat(len(blocks) * self.size)
         set_all(derive_seed(self.run.config.seed, "cut", seed))
-        result = self.run.task.loss(bare(self.run.model), data, self._context(seed))
+        result = self.run.task.loss(unwrap(self.run.model), data, self._context(seed))
         partial = as_partial(result, MicroBatch(leaf, ids, data), bool(self.totals))
         return float(partial.loss_sum.detach()), float(partial.weight)
 

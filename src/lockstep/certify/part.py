@@ -114,7 +114,7 @@ def only_within_a_run(module: ModuleType, is_in_run: Callable[[], bool], why: st
         if not is_in_run():
             raise ConfigError(
                 f"a loop around train_step alone {why}",
-                "write the loop as in docs/own_loop.md: prepare, and the trainer's steps and took",
+                "write the loop with prepare and a Trainer, as docs/own_loop.md shows",
             )
         return train_step(*args, **named)
 
@@ -184,7 +184,7 @@ class Actor:
         from lockstep.certify.trace import Tracer
 
         actor, kind = self, module.Trainer
-        steps, step, took = kind.steps, kind.step, kind.took
+        steps, step, record_step = kind.steps, kind.step, kind.record_step
 
         def traced_steps(self: Any) -> Iterator[Any]:
             part = actor.part
@@ -200,12 +200,12 @@ class Actor:
             step(self, batch)
 
         def traced_took(self: Any, report: Any, batch: Any) -> None:
-            took(self, report, batch)
+            record_step(self, report, batch)
             actor.tracer.step(report, batch)
             actor.maybe_cut(self.run, batch)
             actor.maybe_die(self)
 
-        kind.steps, kind.step, kind.took = traced_steps, traced_step, traced_took
+        kind.steps, kind.step, kind.record_step = traced_steps, traced_step, traced_took
 
     def maybe_cut(self, run: Any, batch: Any) -> None:
         """After the last step of parity on one rank, cut its micro-batches in another way."""

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.certify.cut import Cut
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.fingerprint import take_print
-from lockstep.dist.ddp import bare
+from lockstep.dist.ddp import unwrap
 from lockstep.dist.fsdp import gathered
 from lockstep.run.run import Run
 from lockstep.step.report import StepReport
@@ -49,7 +49,7 @@ class Tracer:
         self.contents: list[Any] = []
         self.gradients: Hashes = {}
         folder.mkdir(parents=True, exist_ok=True)
-        self.model = bare(run.model)
+        self.model = unwrap(run.model)
         if self.model._compiled_call_impl is None:  # hashing inside a graph would break it up
             self.model.register_forward_pre_hook(self._take_inputs, with_kwargs=True)
             self.model.register_forward_hook(self._take_outputs)
@@ -152,7 +152,7 @@ class Tracer:
 
 def state_of(run: Run) -> dict[str, Hashes]:
     """Return the hashes of all that a run carries from one step to the next."""
-    model, statistics = bare(run.model), _statistics(bare(run.model))
+    model, statistics = unwrap(run.model), _statistics(unwrap(run.model))
     names = {id(p): name for name, p in model.named_parameters()}
     saved = set(model.state_dict())
     buffers = {name: b for name, b in model.named_buffers() if name not in statistics}
@@ -276,7 +276,7 @@ def _random_states(run: Run) -> Hashes:
 def _attributes(run: Run) -> Hashes:
     """Return what the task and the modules keep as plain attributes: nothing saves those."""
     owners: list[tuple[str, object]] = [("task", run.task)]
-    owners += [(f"model.{n}" if n else "model", m) for n, m in bare(run.model).named_modules()]
+    owners += [(f"model.{n}" if n else "model", m) for n, m in unwrap(run.model).named_modules()]
     own = vars(nn.Module())
     return {
         f"{owner}.{name}": _kind(value) + hash_of(state)
@@ -289,7 +289,7 @@ def _attributes(run: Run) -> Hashes:
 def _task_state(run: Run) -> Hashes:
     """Return what the task saves, and the weights of further networks that it holds."""
     found = {f"state.{name}": hash_of(value) for name, value in _leaves_of(run.task.state())}
-    own = {id(tensor) for tensor in bare(run.model).state_dict(keep_vars=True).values()}
+    own = {id(tensor) for tensor in unwrap(run.model).state_dict(keep_vars=True).values()}
     for attribute, module in vars(run.task).items():
         if isinstance(module, nn.Module):
             for name, tensor in module.state_dict(keep_vars=True).items():

@@ -45,7 +45,7 @@ from lockstep.checkpoint.layout import Checkpoint as Checkpoint
 from lockstep.checkpoint.lock import FolderLock as FolderLock
 from lockstep.checkpoint.state import Share, load_model_state, load_optimizer, share_of, snapshot
 from lockstep.dist.agreement import together
-from lockstep.dist.ddp import bare, sync_buffers
+from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.same_state import check_registered, check_same_weights
 from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, closest
@@ -332,7 +332,7 @@ class CheckpointStore:
                 their optimizers differ, or an optimizer has parameters that no object holds.
             CheckpointError: on all ranks, it cannot be saved, or another run has saved this step.
         """
-        modules = {name: bare(o) for name, o in objects.items() if isinstance(o, nn.Module)}
+        modules = {name: unwrap(o) for name, o in objects.items() if isinstance(o, nn.Module)}
         optimizers = {name: o for name, o in objects.items() if isinstance(o, Optimizer)}
         check_same_weights(modules, optimizers, world)
         for module in modules.values():
@@ -340,7 +340,9 @@ class CheckpointStore:
 
         def save() -> None:
             _check_parameters_are_saved(objects)
-            parts = snapshot({n: bare(o).state_dict() for n, o in objects.items()}, world.is_first)
+            parts = snapshot(
+                {n: unwrap(o).state_dict() for n, o in objects.items()}, world.is_first
+            )
             if world.is_first:
                 self._take_folder()
                 self._raise_if_of_another_run(step)
@@ -365,7 +367,7 @@ class CheckpointStore:
             return 0
         for name, target in objects.items():
             if isinstance(target, nn.Module):
-                load_model_state(bare(target), checkpoint.load(name))
+                load_model_state(unwrap(target), checkpoint.load(name))
             elif isinstance(target, Optimizer):
                 try:
                     load_optimizer(target, checkpoint.load(name))
@@ -639,7 +641,7 @@ class CheckpointStore:
 
 def _check_parameters_are_saved(objects: Mapping[str, Any]) -> None:
     """Refuse an optimizer with parameters that no object beside it holds."""
-    others = [bare(o) for o in objects.values() if not isinstance(o, Optimizer)]
+    others = [unwrap(o) for o in objects.values() if not isinstance(o, Optimizer)]
     modules = [o for o in others if isinstance(o, nn.Module)]
     known = {id(p) for module in modules for p in module.parameters()}
     remedy = "pass the module that holds it too, or register it in a module that is passed"

@@ -38,7 +38,7 @@ def read_held_out(
     mine = [leaf for leaf in leaves if borrows or not leaf.borrowed]
     reader = build_reader(dataset, Sequential(len(dataset)), seed, collate, config.on_bad_sample)
     for micro_batch in read_leaves(reader, mine, config, world):
-        left_out = (f"{reason}; left out" for _, reason in micro_batch.skipped)
-        for said in (*micro_batch.faults, *left_out):
+        skipped = (f"{reason}; left out" for _, reason in micro_batch.skipped)
+        for said in (*micro_batch.faults, *skipped):
             _log.warning("rank %d, evaluation: %s", world.rank, said)
         yield micro_batch

@@ -37,7 +37,7 @@ from lockstep.data.order import (
 )
 from lockstep.data.reader import Collate, LeafReader, StreamReader, build_reader, is_stream
 from lockstep.data.workers import read_in_workers
-from lockstep.dist.agreement import check_alike
+from lockstep.dist.agreement import check_same
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.errors import ConfigError, DataError, own_exit_code
@@ -208,7 +208,7 @@ class Loader:
     def _begin_together(self) -> None:
         """Refuse ranks that would begin at different steps, or that see different samples."""
         place = f"step {self.step} of {self.total_steps}, {self.plan.num_samples} samples"
-        check_alike("places to begin", place, self._world)
+        check_same("places to begin", place, self._world)
         if not self.is_compared and not is_stream(self.dataset):
             own = self._take_print()
             check_same_samples("training", self.dataset, own, self._world, SAME_DATA)

@@ -140,7 +140,7 @@ def _story(problem: Exception | None) -> list[str]:
     return [OtherRankError.__name__, text, "read the traceback that this rank prints"]
 
 
-def check_alike(
+def check_same(
     what: str,
     local: str,
     world: Collectives,

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
-from lockstep.exact.reducer import LeafSum
+from lockstep.exact.reducer import ExactReducer
 from lockstep.observe.pace import Pace
 from lockstep.dist.collectives import GradBucket
 from lockstep.dist.collectives import Collectives
@@ -57,7 +57,7 @@ class GradientConfig(BaseModel):
 def replicate(
     model: nn.Module,
     world: Collectives,
-    way: "Averaging | LeafSum | None" = None,
+    way: "Averaging | ExactReducer | None" = None,
     bucket_mb: int | None = None,
 ) -> nn.Module:
     """Put `model` on this rank's device; with several ranks, average its gradients.
@@ -66,13 +66,13 @@ def replicate(
     `train_step` does at its end, or whoever uses them (`sync_buffers`).
     A model that was replicated before is replicated again, with the parameters that require a
     gradient now. `way` is how gradients travel, unless as they are, or as they did before; a
-    `LeafSum` sums them, alike for any number of ranks. A sharded model is left as it is.
+    `ExactReducer` sums them, alike for any number of ranks. A sharded model is left as it is.
 
     Raises:
         ConfigError: on all ranks, if they have other parameters or do not train the same ones; or
             an embedding would make sparse gradients.
     """
-    for name, layer in bare(model).named_modules():
+    for name, layer in unwrap(model).named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise ConfigError(
                 f"{name or 'the model'} is an nn.{type(layer).__name__} with sparse=True: sparse "
@@ -83,9 +83,9 @@ def replicate(
         return model
     if isinstance(model, Replica) and way is None:
         way = model.exchanges
-    check_same_model(bare(model), world)
-    model = bare(model).to(world.device)
-    if isinstance(way, LeafSum):
+    check_same_model(unwrap(model), world)
+    model = unwrap(model).to(world.device)
+    if isinstance(way, ExactReducer):
         way.follow(model)
     if world.size == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
@@ -103,7 +103,7 @@ class Replica(DistributedDataParallel):
         self,
         model: nn.Module,
         world: Collectives,
-        exchanges: "Averaging | LeafSum",
+        exchanges: "Averaging | ExactReducer",
         bucket_mb: int | None = None,
     ) -> None:
         known = inspect.signature(DistributedDataParallel).parameters
@@ -239,7 +239,7 @@ def sync_buffers(model: nn.Module, world: Collectives) -> None:
     """
     if world.size == 1:
         return
-    all_tensors_from_first(bare(model).buffers(), world)
+    all_tensors_from_first(unwrap(model).buffers(), world)
 
 
 @torch.no_grad()
@@ -266,7 +266,7 @@ def _is_expanded(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in sizes)
 
 
-def bare(model: T) -> T:
+def unwrap(model: T) -> T:
     """Return the module that was replicated, whose names are those of the checkpoint.
 
     Anything else comes back as it is.

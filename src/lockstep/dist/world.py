@@ -31,7 +31,7 @@ from lockstep.dist.process_group import (
     store_of,
 )
 from lockstep.errors import LaunchError, own_exit_code, say_errors_in_a_sentence
-from lockstep.exact.reducer import LeafSum
+from lockstep.exact.reducer import ExactReducer
 
 
 def choose_device(launch: Launch, wanted: str = "auto") -> torch.device:
@@ -140,7 +140,7 @@ class World(Collectives):
             f"{self.local_size}, {self.device}, {self.launcher} on {socket.gethostname()})"
         )
 
-    def replicate(self, model: nn.Module, way: Averaging | LeafSum | None = None) -> nn.Module:
+    def replicate(self, model: nn.Module, way: Averaging | ExactReducer | None = None) -> nn.Module:
         """Put `model` on this rank's device and average its gradients over ranks. Collective.
 
         Call it again with the result after changing `requires_grad` of a parameter.

@@ -22,7 +22,7 @@ from lockstep.exact.statistics import Statistics
 from lockstep.exact.tree import Node, TreeSum, cover, sum_nodes
 
 
-class LeafSum:
+class ExactReducer:
     """Sums what the leaves of a step leave behind, alike for every number of ranks.
 
     A step is `begin`, for each micro-batch `leaf` around its forward and backward, and
@@ -66,7 +66,7 @@ class LeafSum:
         if self.has_failed:
             raise ConfigError(
                 "exact=true, but this loop's steps do not sum gradients in exact mode",
-                "train_step(..., leaf_sum=run.leaf_sum), or trainer.step(batch)",
+                "train_step(..., exact_reducer=run.exact_reducer), or trainer.step(batch)",
             )
 
     @contextmanager

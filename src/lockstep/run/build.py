@@ -28,7 +28,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.order import num_leaves_of
 from lockstep.data.reader import is_stream
 from lockstep.dist import position
-from lockstep.dist.agreement import check_alike, together
+from lockstep.dist.agreement import check_same, together
 from lockstep.dist.batch_norm import padded_step, refuse_padding, synchronise_batch_norm
 from lockstep.dist.ddp import Averaging
 from lockstep.dist.environment import callback_names, launched
@@ -42,7 +42,7 @@ from lockstep.dist.same_state import (
 from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, ConfigError, own_exit_code
 from lockstep.exact.determinism import fingerprint, settle_numerics
-from lockstep.exact.reducer import LeafSum
+from lockstep.exact.reducer import ExactReducer
 from lockstep.observe.events import log_name
 from lockstep.randomness import seed_all, seed_everything
 from lockstep.run.average import Averages
@@ -90,11 +90,11 @@ def prepare(
     refuse_early_exit(stack, world, lambda: "the run had not reached its first step")
     attached = together(world, lambda: Callbacks([*callbacks, *load_callbacks(callback_names())]))
     names = ", ".join(name for name, _ in attached.named())
-    check_alike("callbacks", names or "none", world, SAME_CALLBACKS)
+    check_same("callbacks", names or "none", world, SAME_CALLBACKS)
     config = together(world, lambda: attached.configure(task, rehearsed(config), world))
     folder = Path(config.output_dir)
     settings = config.model_dump_json(exclude={"output_dir"}) + json.dumps(task.settings())
-    check_alike("settings", settings, world)
+    check_same("settings", settings, world)
     settle_numerics(config, world.device, stack)
     together(world, lambda: _take_folder(folder, config, world, stack))
     # Two streams: the held-out data do not depend on what the training data drew.
@@ -102,8 +102,8 @@ def prepare(
     data = together(world, task.train_data)
     seed_everything(world.device, config.seed, "held-out data")
     held_out = together(world, lambda: _held_out(task))
-    check_alike("numbers of training samples", _length(data), world)
-    check_alike("numbers of held-out samples", _length(held_out), world)
+    check_same("numbers of training samples", _length(data), world)
+    check_same("numbers of held-out samples", _length(held_out), world)
     store = CheckpointStore(
         folder / "checkpoints", keep_last=config.checkpoint.keep_last, recipe=task.name
     )
@@ -112,7 +112,7 @@ def prepare(
         config = together(world, lambda: settled(config, store, launched().job))
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
     found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
-    check_alike("checkpoints to go on from", found, world)
+    check_same("checkpoints to go on from", found, world)
     is_full = is_full_print_due(world)
     prints = together(world, lambda: take_prints(data, held_out, config.seed, checkpoint, is_full))
     named = {"training": data, "held-out": held_out}
@@ -222,7 +222,7 @@ def prepare(
         new_step()  # type: ignore[no-untyped-call]
         optimizer.register_step_post_hook(lambda *_: new_step())  # type: ignore[no-untyped-call]
     if config.exact:
-        run.leaf_sum = LeafSum(model, world, task.gathers)
+        run.exact_reducer = ExactReducer(model, world, task.gathers)
     run.numerics = fingerprint(world.device)
     run.replicate()
     if checkpoint is None:  # only now do all ranks have the first rank's weights

@@ -30,13 +30,13 @@ from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import Loader
 from lockstep.dist.agreement import together
-from lockstep.dist.ddp import Averaging, bare, replicate
+from lockstep.dist.ddp import Averaging, replicate, unwrap
 from lockstep.dist.environment import launched
 from lockstep.dist.same_state import REGISTER, check_registered, check_same_optimizer
 from lockstep.dist.trained import TrainedParameters, describe_changes, differences, list_names
 from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
-from lockstep.exact.reducer import LeafSum
+from lockstep.exact.reducer import ExactReducer
 from lockstep.plan import Contract
 from lockstep.run.average import Averages
 from lockstep.run.progress import Progress
@@ -68,7 +68,7 @@ class Run:
     """What the data held when the run began."""
     not_compared: list[str] = field(default_factory=list)
     """Which data, "training" or "held-out", could not be compared between ranks."""
-    leaf_sum: LeafSum | None = None
+    exact_reducer: ExactReducer | None = None
     """In exact mode, what adds up."""
     averaging: Averaging | None = None
     """Else, what averages gradients over ranks. One's own, then `replicate`: docs/own_loop.md."""
@@ -87,11 +87,11 @@ class Run:
     """Sum and number of what callbacks logged on this rank since the last log line, by name."""
     stop_reason: str = ""
     """Why a callback of this rank wants the run to stop."""
-    broken: Tensor | None = None
+    non_finite: Tensor | None = None
     """On a GPU, whether a step of the trainer's was no longer arithmetic; see `train_step`."""
 
     def __post_init__(self) -> None:
-        self.trained = TrainedParameters(bare(self.model), self.optimizer)
+        self.trained = TrainedParameters(unwrap(self.model), self.optimizer)
 
     @property
     def step(self) -> int:
@@ -113,7 +113,7 @@ class Run:
         callbacks = self.callbacks.state_dict()
         return {
             **({"callbacks": callbacks} if callbacks else {}),
-            "model": bare(self.model).state_dict(),
+            "model": unwrap(self.model).state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "progress": self.progress.state(),
             "task": self.task.state(),
@@ -177,15 +177,15 @@ class Run:
 
         Collective.
         """
-        if bare(self.model) is not self.model:
-            self.model = bare(self.model)
+        if unwrap(self.model) is not self.model:
+            self.model = unwrap(self.model)
             gc.collect()  # an error may hold the old replica, which would still take gradients
-        way, mb = self.leaf_sum or self.averaging, self.config.gradients.bucket_mb
+        way, mb = self.exact_reducer or self.averaging, self.config.gradients.bucket_mb
         self.model = replicate(self.model, self.world, way, mb)
         self.averages.follow()
         pending = self.pending_optimizer
         num_groups = len(pending["param_groups"]) if pending else 0
-        self.trained = TrainedParameters(bare(self.model), self.optimizer, num_groups)
+        self.trained = TrainedParameters(unwrap(self.model), self.optimizer, num_groups)
 
     def follow_trained(self) -> str:
         """Replicate the model for the parameters that are trained now. Collective.
@@ -208,7 +208,7 @@ class Run:
                 "change requires_grad on every rank, in the same step",
             )
         together(self.world, lambda: self._check_optimized(began))
-        check_same_optimizer(bare(self.model), self.optimizer, self.world)
+        check_same_optimizer(unwrap(self.model), self.optimizer, self.world)
         pending, groups = self.pending_optimizer, self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         self.base_rates += rates[len(self.base_rates) :]
@@ -225,7 +225,7 @@ class Run:
     def _check_optimized(self, names: list[str]) -> None:
         """Refuse parameters that no update would move."""
         optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        parameters = dict(bare(self.model).named_parameters())
+        parameters = dict(unwrap(self.model).named_parameters())
         own = {id(parameter) for parameter in parameters.values()}
         check_registered(self.optimizer, own, "the model", REGISTER)
         lost = [name for name in names if id(parameters[name]) not in optimized]
@@ -267,7 +267,7 @@ class Run:
         """Freeze and unfreeze what the run had frozen and unfrozen by the checkpoint."""
         then = checkpoint.meta.get("trained")
         began_with = checkpoint.meta.get("trained_at_start", [])
-        now, named = self.trained_at_start, dict(bare(self.model).named_parameters())
+        now, named = self.trained_at_start, dict(unwrap(self.model).named_parameters())
         if then is None or now == then or not named.keys() >= {*then, *began_with}:
             return  # another model altogether is refused with its weights
         if now != began_with:  # the task has changed, and what it trains now is no accident
@@ -292,7 +292,7 @@ class Run:
             raise CheckpointError(problem, error.remedy) from error
 
     def _load_weights(self, checkpoint: Checkpoint) -> None:
-        load_model_state(bare(self.model), checkpoint.load("model"))
+        load_model_state(unwrap(self.model), checkpoint.load("model"))
         self._load_optimizer(checkpoint.load("optimizer"))
         for decay in self.config.averages:
             name = f"average_{decay}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import BackgroundWriter, Written, share_of, snapshot
 from lockstep.dist.agreement import SAME_STATE, state_difference, together
-from lockstep.dist.ddp import bare, sync_buffers
+from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.same_state import different_weights, weights_difference
 from lockstep.errors import CheckpointError, ConfigError, TakenOverError
 from lockstep.run.record import Record
@@ -58,7 +58,7 @@ class Saver:
         """
         world = self.run.world
         apart = weights_difference(
-            {"": bare(self.run.model)}, {"": self.run.optimizer}, self.run.world
+            {"": unwrap(self.run.model)}, {"": self.run.optimizer}, self.run.world
         )
         if apart:
             self._refuse_weights(apart)
@@ -183,7 +183,7 @@ class Saver:
         world = self.run.world
         if not is_sharded:
             return snapshot(self.run.parts(), world.is_first, self._spare)
-        sync_buffers(bare(self.run.model), world)  # or each would write statistics of its own
+        sync_buffers(unwrap(self.run.model), world)  # or each would write statistics of its own
         parts = self.run.parts()
         share = share_of({**parts, "task": {}}, world.rank, world.size)
         if world.is_first:  # all ranks have the same

@@ -9,12 +9,12 @@ import math
 from torch import Tensor
 
 from lockstep.dist.agreement import together
-from lockstep.dist.ddp import bare
+from lockstep.dist.ddp import unwrap
 from lockstep.errors import CheckpointError, NonFiniteError
 from lockstep.observe.events import EventLog
 from lockstep.run.run import Run
 from lockstep.step.report import StepReport
-from lockstep.step.update import new_flag
+from lockstep.step.update import new_non_finite_flag
 
 MAX_LEFT_OUT = 10
 """A run with more non-finite steps than this stops, whatever its policy."""
@@ -29,7 +29,7 @@ def is_finite(report: StepReport, run: Run) -> bool:
     return math.isfinite(float(report.loss_sum + report.grad_norm))
 
 
-class LeftOut:
+class SkippedSteps:
     """The steps of a run that were left out."""
 
     def __init__(self, run: Run, events: EventLog) -> None:
@@ -37,21 +37,23 @@ class LeftOut:
         self.num = 0
         self._buffers: list[Tensor] = []
 
-    def latch(self) -> Tensor | None:
-        """Return what `train_step` takes as `broken`; without it every step is looked at."""
+    def flag(self) -> Tensor | None:
+        """Return what `train_step` takes as `non_finite`; without it every step is looked at."""
         run, device = self.run, self.run.world.device
         if run.config.on_non_finite == "stop" and device.type == "cuda" and not run.scaler:
-            run.broken = new_flag(device) if run.broken is None else run.broken
-        return run.broken
+            run.non_finite = (
+                new_non_finite_flag(device) if run.non_finite is None else run.non_finite
+            )
+        return run.non_finite
 
     def remember(self) -> None:
         """Keep what a forward pass changes, as running statistics; a step left out changes none."""
         if self.run.config.on_non_finite == "skip":
-            self._buffers = [buffer.clone() for buffer in bare(self.run.model).buffers()]
+            self._buffers = [buffer.clone() for buffer in unwrap(self.run.model).buffers()]
 
     def drop_step(self) -> None:
         """Give buffers the values they had before a step that is left out, where they are known."""
-        for buffer, kept in zip(bare(self.run.model).buffers(), self._buffers, strict=False):
+        for buffer, kept in zip(unwrap(self.run.model).buffers(), self._buffers, strict=False):
             buffer.copy_(kept)
 
     def add(self, step: int, loss: float, norm: float, weight: float) -> None:

@@ -18,7 +18,7 @@ from lockstep.dist.ddp import Replica, replica_of
 from lockstep.dist.fsdp import held, is_sharded, sums_and_norm
 from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import ConfigError
-from lockstep.exact.reducer import LeafSum
+from lockstep.exact.reducer import ExactReducer
 
 
 class Reduction:
@@ -156,17 +156,17 @@ class ShardedReduction(Reduction):
 class ExactReduction(Reduction):
     """Exact mode: everything is added along one tree, for any number of ranks."""
 
-    def __init__(self, model: nn.Module, world: Collectives, leaf_sum: LeafSum) -> None:
+    def __init__(self, model: nn.Module, world: Collectives, exact_reducer: ExactReducer) -> None:
         super().__init__(model, world)
         self.num_averaged = 1
-        self.leaf_sum = leaf_sum
+        self.exact_reducer = exact_reducer
         replica = replica_of(model)
         self.replica = ReplicatedReduction(replica, world) if replica is not None else None
 
     @property
     def trained(self) -> TrainedParameters | None:
         """The parameters whose gradients are summed."""
-        return self.leaf_sum.trained
+        return self.exact_reducer.trained
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse tensors that the replicated model does not have."""
@@ -177,13 +177,13 @@ class ExactReduction(Reduction):
         """Begin the sum over the micro-batches of all ranks."""
         if self.replica:
             self.replica.start(batch)
-        self.leaf_sum.begin(batch.num_leaves)
+        self.exact_reducer.begin(batch.num_leaves)
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Iterator[None]:
         """Keep the micro-batch's gradients and running statistics apart."""
         local = self.replica.micro_batch(micro_batch, is_last) if self.replica else nullcontext()
-        with local, self.leaf_sum.leaf(micro_batch, is_last):
+        with local, self.exact_reducer.leaf(micro_batch, is_last):
             yield
 
     def check(self) -> None:
@@ -200,7 +200,7 @@ class ExactReduction(Reduction):
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Finish the sum over all ranks."""
-        self.leaf_sum.finish()
+        self.exact_reducer.finish()
         return super().gradients(optimizer)
 
     def sums_and_norm(
@@ -211,7 +211,7 @@ class ExactReduction(Reduction):
 
     def total(self, rows: Sequence[Tensor], batch: StepBatch) -> Tensor:
         """Sum along the tree."""
-        return self.leaf_sum.total(rows, batch)
+        return self.exact_reducer.total(rows, batch)
 
     def end(self) -> None:
         """Stop timing this rank's own work."""
@@ -220,11 +220,11 @@ class ExactReduction(Reduction):
 
 
 def choose_reduction(
-    model: nn.Module, world: Collectives, leaf_sum: LeafSum | None = None
+    model: nn.Module, world: Collectives, exact_reducer: ExactReducer | None = None
 ) -> Reduction:
     """Return how `model`, as it was replicated or sharded, is reduced over ranks."""
-    if leaf_sum:
-        return ExactReduction(model, world, leaf_sum)
+    if exact_reducer:
+        return ExactReduction(model, world, exact_reducer)
     if (replica := replica_of(model)) is not None:
         return ReplicatedReduction(replica, world)
     if is_sharded(model):

@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.dist import position
 from lockstep.dist.batch_norm import padding, refuse_other_cut, refuse_padding
-from lockstep.dist.ddp import bare, sync_buffers
+from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.trained import TrainedParameters
 from lockstep.dist.world import World
 from lockstep.errors import LockstepError
 from lockstep.exact.contrastive import Meeting, meet
-from lockstep.exact.reducer import LeafSum
+from lockstep.exact.reducer import ExactReducer
 from lockstep.randomness import seed_everything
 from lockstep.step.memory import Rows, compare_names, fit_together
 from lockstep.step.partial import as_partial, names_of, number, row_of
@@ -51,8 +51,8 @@ def train_step(
     max_grad_norm: float | None = None,
     autocast: AbstractContextManager[Any] | None = None,
     scaler: GradScaler | None = None,
-    leaf_sum: LeafSum | None = None,
-    broken: Tensor | None = None,
+    exact_reducer: ExactReducer | None = None,
+    non_finite: Tensor | None = None,
     agree_on_memory: bool = False,
     trained: TrainedParameters | None = None,
     buffers_later: bool = False,
@@ -63,9 +63,10 @@ def train_step(
     weights unchanged.
 
     Args:
-        leaf_sum: Exact mode's gradient reducer; `model` was replicated with it.
-        broken: From `new_flag`: a sticky non-finite flag on the GPU. Once set, later steps leave
-            the weights unchanged, so that the host need not look at each. Not with a scaler.
+        exact_reducer: Exact mode's gradient reducer; `model` was replicated with it.
+        non_finite: From `new_non_finite_flag`: a sticky flag on the GPU. Once it is set, later
+            steps leave the weights unchanged, so that the host need not look at each. Not with a
+            scaler.
         agree_on_memory: A rank that runs out of memory fails the step on all ranks. Not for a
             loss that itself communicates with other ranks.
         trained: The parameters whose gradients are exchanged; unless given, those that the model
@@ -80,19 +81,29 @@ def train_step(
             weights are unchanged. On all ranks with `agree_on_memory`, else on the rank that saw
             it.
     """
-    reduction = choose_reduction(model, world, leaf_sum)
-    update = choose_update(optimizer, world.device, scaler, broken)
+    reduction = choose_reduction(model, world, exact_reducer)
+    update = choose_update(optimizer, world.device, scaler, non_finite)
     trained = trained or reduction.trained
     optimizer.zero_grad()  # half a step that failed, or another network's loss, may have left some
     try:
         reduction.check_optimizer(optimizer)
         if batch.changed_cut:
-            refuse_other_cut(bare(model), batch.changed_cut)
+            refuse_other_cut(unwrap(model), batch.changed_cut)
         if batch.num_leaves % world.size:
-            refuse_padding(bare(model), batch.num_leaves, world.size)
+            refuse_padding(unwrap(model), batch.num_leaves, world.size)
         totals = all_weights(weights, batch, world, seed, reduction) if weights else {}
         passes = _Passes(
-            loss, model, batch, world, reduction, update, trained, totals, seed, autocast, leaf_sum
+            loss,
+            model,
+            batch,
+            world,
+            reduction,
+            update,
+            trained,
+            totals,
+            seed,
+            autocast,
+            exact_reducer,
         )
         if agree_on_memory:
             rows, names = fit_together(passes.run, reduction)
@@ -123,7 +134,7 @@ def train_step(
     update.apply(optimizer, grads, divisor, report)  # calls optimizer.step()
     optimizer.zero_grad()
     reduction.end()
-    if not (buffers_later or leaf_sum):  # exact mode merges the statistics of all ranks itself
+    if not (buffers_later or exact_reducer):  # exact mode merges the statistics of all ranks itself
         sync_buffers(model, world)
     position.own.reach(batch.step + 1)
     return report
@@ -143,7 +154,7 @@ class _Passes:
     totals: Mapping[str, Tensor]
     seed: int
     autocast: AbstractContextManager[Any] | None
-    leaf_sum: LeafSum | None
+    exact_reducer: ExactReducer | None
 
     def run(self) -> Rows:
         """Leave gradients on the model; return a row of sums for each micro-batch."""
@@ -155,7 +166,7 @@ class _Passes:
         for index, micro_batch in enumerate(self.batch.micro_batches):
             meeting = meetings[index] if meetings else None
             # Around the backward pass, too: activation checkpointing calls layers again there.
-            counting = nullcontext() if micro_batch.counts else padding(bare(self.model))
+            counting = nullcontext() if micro_batch.counts else padding(unwrap(self.model))
             with self.reduction.micro_batch(micro_batch, is_last=index == last), counting:
                 own = self.forward(self.model, micro_batch, meeting)
                 names = names_of(own, names)
@@ -169,9 +180,9 @@ class _Passes:
 
     def meet(self) -> list[Meeting]:
         """In exact mode, let the micro-batches of a loss that compares samples see each other."""
-        if self.leaf_sum is None or not self.leaf_sum.gathers:
+        if self.exact_reducer is None or not self.exact_reducer.gathers:
             return []
-        return meet(self.forward, bare(self.model), self.batch, self.world)
+        return meet(self.forward, unwrap(self.model), self.batch, self.world)
 
     def forward(
         self, model: nn.Module, micro_batch: MicroBatch, meeting: Meeting | None = None
@@ -188,7 +199,7 @@ class _Passes:
             counts=micro_batch.counts,
             weights=self.totals,
             meeting=meeting,
-            exact=self.leaf_sum is not None,
+            exact=self.exact_reducer is not None,
             changed_cut=self.batch.changed_cut,
         )
         with self.autocast or nullcontext():

@@ -18,8 +18,8 @@ class Update:
     """Looks at the reduced loss and gradient on the host before the optimizer steps.
 
     Args:
-        flag: From `new_flag`. It is 1 from the first non-finite step on, and then no step
-            changes the weights.
+        flag: From `new_non_finite_flag`. It is 1 from the first non-finite step on, and from then
+            on no step changes the weights.
     """
 
     def __init__(self, flag: Tensor) -> None:
@@ -88,7 +88,7 @@ def choose_update(
     optimizer: Optimizer, device: torch.device, scaler: GradScaler | None, flag: Tensor | None
 ) -> Update:
     """Return how this optimizer learns that a step is not finite."""
-    flag = new_flag(device) if flag is None else flag
+    flag = new_non_finite_flag(device) if flag is None else flag
     if scaler:
         return ScaledUpdate(scaler, flag)
     # Torch's fused optimizers set this: they read `found_inf` on the GPU.
@@ -96,7 +96,7 @@ def choose_update(
     return GatedUpdate(flag) if device.type == "cuda" and reads_flag else Update(flag)
 
 
-def new_flag(device: torch.device) -> Tensor:
+def new_non_finite_flag(device: torch.device) -> Tensor:
     """Return the sticky flag that `train_step` takes: 0, and 1 after the first non-finite step."""
     return torch.zeros((), dtype=torch.float32, device=device)
 

@@ -8,7 +8,7 @@ happens between steps (`lockstep.trainer`), or any arithmetic.
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from lockstep.dist.agreement import check_alike
+from lockstep.dist.agreement import check_same
 from lockstep.observe.events import Event, EventLog
 from lockstep.run.build import prepare
 from lockstep.schedule import build_schedule
@@ -36,7 +36,7 @@ def run(config: CTClipConfig, task: CTClipTask | None = None) -> RunResult:
         precision = choose_precision(config.training.mixed_precision, world.device)
         task = task or CTClipTask(config)
         run = prepare(task, config.run_config(precision), world, stack)
-        check_alike("findings", " ".join(task.findings), world)
+        check_same("findings", " ".join(task.findings), world)
         said = {"fp32": "no"}.get(run.config.precision, run.config.precision)
         lines = [*banner(accelerator, world), f"Mixed precision: {said}"]
         trainer = Trainer(run, signals, stack, also_say=lines)

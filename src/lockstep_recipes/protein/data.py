@@ -173,7 +173,7 @@ class Split:
     held_out: Chains
     folder: Path
     is_predefined: bool
-    left_out: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
 
 def open_split(
@@ -194,18 +194,18 @@ def open_split(
     Raises:
         DataError: naming the file, and the line where there is one.
     """
-    left_out: list[str] = []
+    skipped: list[str] = []
     folder = cache_dir if cache_dir and any(cache_dir.glob("*.pt")) else pdb_path
-    sources = _sources(folder, wanted, left_out if skip_bad else None)
+    sources = _sources(folder, wanted, skipped if skip_bad else None)
     if predefined:
-        train = read_list(folder / "train.txt", sources, left_out if skip_bad else None)
-        held_out = read_list(folder / "val.txt", sources, left_out if skip_bad else None)
+        train = read_list(folder / "train.txt", sources, skipped if skip_bad else None)
+        held_out = read_list(folder / "val.txt", sources, skipped if skip_bad else None)
         shared = next((name for name in held_out if name in set(train)), None)
         if shared:
             raise DataError(f"{folder / 'val.txt'}: {shared} is in train.txt, too", "one of them")
     else:
         test = folder / "test.txt"
-        kept_apart = read_list(test, sources, left_out) if _is_filled(test) else []
+        kept_apart = read_list(test, sources, skipped) if _is_filled(test) else []
         names = sorted(sources.keys() - set(kept_apart))
         names.sort(key=lambda name: derive_seed(seed, "split", name))
         num_held_out = min(max(1, round(val_split * len(names))), len(names) - 1)
@@ -215,26 +215,26 @@ def open_split(
     def open_all(names: list[str]) -> Chains:
         good: list[Chain | Path] = []
         for name in names:
-            with _leaving_out(left_out if skip_bad else None):
+            with _leaving_out(skipped if skip_bad else None):
                 chains_of([sources[name]])
                 good.append(sources[name])
         return chains_of(good)
 
-    return Split(open_all(train), open_all(held_out).by_length(), folder, predefined, left_out)
+    return Split(open_all(train), open_all(held_out).by_length(), folder, predefined, skipped)
 
 
 @contextmanager
-def _leaving_out(left_out: list[str] | None) -> Iterator[None]:
+def _leaving_out(skipped: list[str] | None) -> Iterator[None]:
     """Note the error of a bad chain in a list, where there is one, and go on."""
     try:
         yield
     except DataError as error:
-        if left_out is None:
+        if skipped is None:
             raise
-        left_out.append(error.problem)
+        skipped.append(error.problem)
 
 
-def _sources(folder: Path, wanted: Filter, left_out: list[str] | None) -> dict[str, Chain | Path]:
+def _sources(folder: Path, wanted: Filter, skipped: list[str] | None) -> dict[str, Chain | Path]:
     """Return every chain of a cache folder, a folder of structures, or one structure, by name."""
     if not folder.exists():
         raise DataError(
@@ -253,7 +253,7 @@ def _sources(folder: Path, wanted: Filter, left_out: list[str] | None) -> dict[s
         files = [folder]
     found: dict[str, Chain | Path] = {}
     for path in files:
-        with _leaving_out(left_out):
+        with _leaving_out(skipped):
             for chain in read_chains(path, wanted):
                 if chain.id in found:
                     raise DataError(f"{path} is a second {chain.id}", "one of them")
@@ -266,7 +266,7 @@ def _is_filled(path: Path) -> bool:
 
 
 def read_list(
-    path: Path, known: Mapping[str, object] | None = None, left_out: list[str] | None = None
+    path: Path, known: Mapping[str, object] | None = None, skipped: list[str] | None = None
 ) -> list[str]:
     """Return the ids that a list file names.
 
@@ -287,7 +287,7 @@ def read_list(
         name = line.split("#")[0].strip()
         if not name:
             continue
-        with _leaving_out(left_out):
+        with _leaving_out(skipped):
             if name in names:
                 raise DataError(
                     f"{path}:{number}: {name} stands in line {names[name]} already", "once"

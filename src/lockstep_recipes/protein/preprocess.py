@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> str:
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     wanted = Filter(args.min_length, args.max_length, args.max_resolution)
-    left_out: list[str] = []
+    skipped: list[str] = []
     names: list[str] = []
     found = (
         read_jsonl(Path(args.jsonl), wanted)
@@ -81,12 +81,12 @@ def run(argv: Sequence[str]) -> str:
         if isinstance(item, DataError):
             if args.on_bad_sample == "stop":
                 raise item
-            left_out.append(item.problem)
+            skipped.append(item.problem)
         else:
             names.append(save_chain(folder, item).name.removesuffix(".pt"))
     if not names:
         raise DataError(
-            f"no chain could be used: {left_out[0] if left_out else 'there is none'}", "other data"
+            f"no chain could be used: {skipped[0] if skipped else 'there is none'}", "other data"
         )
     twice = len(names) - len(set(names))
     if twice:
@@ -100,14 +100,14 @@ def run(argv: Sequence[str]) -> str:
     for split, listed in lists.items():
         (folder / f"{split}.txt").write_text("\n".join([*listed, ""]))
     counts = ", ".join(f"{split} {len(listed)}" for split, listed in lists.items())
-    lines = [f"{folder}: {len(names)} chains ({counts}), {len(left_out)} left out"]
+    lines = [f"{folder}: {len(names)} chains ({counts}), {len(skipped)} left out"]
     others = others_in(folder, set(names))
     if others:
         lines.append(
             f"  {len(others)} more of an earlier call are still there ({', '.join(others[:3])}): "
             "a run without lists takes them too; try: another --output_dir, or remove them"
         )
-    return "\n".join([*lines, *(f"  left out: {reason}" for reason in left_out[:5])])
+    return "\n".join([*lines, *(f"  left out: {reason}" for reason in skipped[:5])])
 
 
 def others_in(folder: Path, names: Collection[str]) -> list[str]:

@@ -235,8 +235,8 @@ class ProteinTask(Task):
         if split.is_predefined:
             lines += ["✅ 使用预定义的数据集划分"]
         lines += [f"{split.folder}: {len(split.train)} chains, {len(split.held_out)} held out"]
-        if split.left_out:
-            lines += [f"left out {len(split.left_out)}, the first because {split.left_out[0]}"]
+        if split.skipped:
+            lines += [f"left out {len(split.skipped)}, the first because {split.skipped[0]}"]
         return lines
 
     # --- model --------------------------------------------------------------------------------
