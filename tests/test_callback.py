@@ -5,14 +5,29 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lockstep import Callback, RunConfig, fit, read_events
+from lockstep import (
+    Callback,
+    CheckpointStore,
+    Loader,
+    RunConfig,
+    StopSignals,
+    Trainer,
+    World,
+    fit,
+    prepare,
+    read_events,
+    train_step,
+    unwrap,
+)
 from lockstep.callback import Callbacks, RunView, load_callbacks
-from lockstep.checkpoint import CheckpointStore
 from lockstep.data.batch import StepBatch
 from lockstep.errors import ConfigError
 from lockstep.step.report import StepReport
@@ -333,3 +348,188 @@ def test_the_examples_of_the_documentation_work(num_ranks: int, tmp_path: Path) 
     assert any(name.startswith("gradient/") for name in logged)
     lines = (tmp_path / "metrics.txt").read_text().splitlines()
     assert lines[0].startswith(f"{step // 3} ")
+
+
+# --- A loop around train_step, without a trainer -----------------------------------
+
+
+class Observer(Witness):
+    """Notes what a custom loop calls; may stop it or raise on one rank, and counts over resumes."""
+
+    def __init__(self, stop_at: int = -1, fails_in: str = "", rank: int = 1) -> None:
+        super().__init__()
+        self.stop_at, self.fails_in, self.rank = stop_at, fails_in, rank
+        self.num_steps = 0
+
+    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+        super().on_step_end(run, batch, report)
+        self.num_steps += 1
+        run.log("loss", report.loss)
+        if run.step == self.stop_at and run.world.rank == self.rank % run.world.size:
+            run.stop("enough")
+
+    def on_run_end(self, run: RunView, result: Any) -> None:
+        self.seen.append(f"end at {result.step}: {result.stop_reason}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_steps = state["num_steps"]
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name.startswith("on_") and name == self.fails_in:
+
+            def fail(run: RunView, *args: Any) -> None:
+                if run.world.rank == self.rank % run.world.size:
+                    raise ValueError("planted")
+
+            return fail
+        return value
+
+
+def custom_loop(folder: Path, observer: Callback | None = None) -> list[Any]:
+    """Two epochs of two steps, saved after each epoch; the validation loader is no training."""
+    world = World.enter("cpu", 20, callbacks=[observer] if observer else [])
+    torch.manual_seed(0)
+    model = world.replicate(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    samples = [torch.full((2,), float(number)) for number in range(8 * world.size)]
+    loader = Loader(samples, world, batch_size=4, epochs=2)
+    store = CheckpointStore(folder / "store")
+    store.load_into(model=model, optimizer=optimizer, loader=loader)
+    began_at, steps = loader.step, []
+    for batch in loader:
+        train_step(square, model, optimizer, batch, world)
+        steps.append(batch.step)
+        if loader.at_epoch_end:
+            list(Loader(samples, world, batch_size=4, epochs=1))
+            store.save_from(world, loader.step, model=model, optimizer=optimizer, loader=loader)
+    seen = observer.seen if isinstance(observer, Witness) else []
+    count = getattr(observer, "num_steps", None)
+    weights = [p.tolist() for p in unwrap(model).parameters()]
+    store.save_from(world, loader.step, model=model, optimizer=optimizer, loader=loader)
+    return [seen, steps, count, weights, began_at]
+
+
+def square(model: Any, data: torch.Tensor, context: Any) -> torch.Tensor:
+    return model(data).square().mean()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_custom_loop_calls_its_callbacks_on_every_rank(num_ranks: int, tmp_path: Path) -> None:
+    told = run_ranks(num_ranks, partial(custom_loop, observer=Observer()), tmp_path)
+    silent = run_ranks(num_ranks, custom_loop, tmp_path / "silent")
+    expected = ["start at 0", "step 0", "done 1", "step 1", "done 2", "saved step_00000002"]
+    expected += ["step 2", "done 3", "step 3", "done 4", "saved step_00000004", "end at 4: "]
+    for rank, (seen, steps, count, weights, _) in enumerate(told):
+        assert seen == expected
+        assert (steps, count) == ([0, 1, 2, 3], 4)
+        assert weights == silent[rank][3], "watching changed the weights"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_custom_loop_is_stopped_by_one_rank_and_resumes(num_ranks: int, tmp_path: Path) -> None:
+    stopping = partial(custom_loop, observer=Observer(stop_at=2))
+    for seen, steps, *_ in run_ranks(num_ranks, stopping, tmp_path):
+        assert steps == [0, 1]
+        assert seen.count("end at 2: enough") == 1
+    for seen, steps, count, _, began_at in run_ranks(
+        num_ranks, partial(custom_loop, observer=Observer()), tmp_path
+    ):
+        assert (steps, count, began_at) == ([2, 3], 4, 2)
+        assert seen[0] == "start at 2"
+
+
+@pytest.mark.parametrize(
+    "method", ["on_run_start", "on_step_start", "on_step_end", "on_checkpoint_saved", "on_run_end"]
+)
+def test_a_callback_that_raises_ends_a_custom_loop_on_all_ranks(
+    method: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)planted.*") as raised:
+        run_ranks(2, partial(custom_loop, observer=Observer(fails_in=method)), tmp_path)
+    assert "OtherRankError" in str(raised.value), "rank 0 was not told"
+
+
+def outer_and_inner(folder: Path) -> list[str]:
+    observer = Observer()
+    world = World.enter("cpu", 20, callbacks=[observer])
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        run = prepare(TinyTask(), config_for(folder), world, stack)
+        trainer = Trainer(run, signals, stack)
+        for batch in trainer.steps():
+            trainer.record_step(
+                train_step(run.task.loss, run.model, run.optimizer, batch, world), batch
+            )
+        trainer.finish()
+    assert world.custom_loop is not None
+    return observer.seen
+
+
+def test_the_callbacks_of_a_world_are_called_once_in_a_run(tmp_path: Path) -> None:
+    (seen,) = run_ranks(1, outer_and_inner, tmp_path)
+    steps = [said for said in seen if said.startswith("done")]
+    assert steps == [f"done {step + 1}" for step in range(NUM_STEPS)]
+
+
+def test_a_custom_loop_is_rehearsed_in_two_epochs_of_two_steps_beside_the_real_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_REHEARSAL", "1")
+    monkeypatch.setenv("LOCKSTEP_REHEARSAL_FOLDER", str(tmp_path / "rehearsal"))
+    ((_, steps, _, _, _),) = run_ranks(1, many_samples, tmp_path)
+    assert steps == [0, 1, 2, 3]
+    assert not (tmp_path / "store").exists()
+    assert list((tmp_path / "rehearsal").rglob("step_00000004"))
+    ((_, steps, _, _, began_at),) = run_ranks(1, many_samples, tmp_path)
+    assert (steps, began_at) == ([], 4)
+
+
+def many_samples(folder: Path) -> list[Any]:
+    world = World.enter("cpu", 20)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = Loader([torch.ones(2)] * 500, world, batch_size=4, epochs=90)
+    store = CheckpointStore(folder / "store")
+    store.load_into(model=model, optimizer=optimizer, loader=loader)
+    began_at, steps = loader.step, []
+    for batch in loader:
+        train_step(square, model, optimizer, batch, world)
+        steps.append(batch.step)
+    store.save_from(world, loader.step, model=model, optimizer=optimizer, loader=loader)
+    return [[], steps, None, None, began_at]
+
+
+def listen(folder: Path) -> list[Any]:
+    heard: list[tuple[str, bool]] = []
+    world = World.enter("cpu", 20)
+    world.phase.listeners.append(lambda phase, begins: heard.append((phase, begins)))
+    fit_with(world, folder)
+    return heard
+
+
+def fit_with(world: World, folder: Path) -> None:
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        run = prepare(TinyTask(), config_for(folder), world, stack)
+        trainer = Trainer(run, signals, stack)
+        for batch in trainer.steps():
+            trainer.step(batch)
+        trainer.finish()
+
+
+def test_listeners_are_told_of_every_phase_in_order(tmp_path: Path) -> None:
+    (heard,) = run_ranks(1, listen, tmp_path)
+    begun = [phase for phase, begins in heard if begins]
+    assert begun.count("update") == NUM_STEPS
+    assert begun.count("evaluate") == 2
+    assert begun.count("save") == 3
+    assert begun[:6] == ["data", "forward", "backward", "forward", "backward", "exchange"]
+    depth = 0
+    for _, begins in heard:
+        depth += 1 if begins else -1
+        assert depth >= 0
+    assert depth == 0

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from lockstep.observe.events import read_events
     from lockstep.plan import BatchConfig
     from lockstep.run.build import prepare
+    from lockstep.run.result import RunResult
     from lockstep.signals import StopSignals
     from lockstep.step.report import StepReport
     from lockstep.step.train_step import train_step
     from lockstep.task import Context, PartialLoss, Task
-    from lockstep.trainer import RunResult, Trainer, fit
+    from lockstep.trainer import Trainer, fit
 
 __version__ = "0.1.0"
 
@@ -35,7 +36,7 @@ _HOMES = {
     "LockstepError": "lockstep.errors",
     "PartialLoss": "lockstep.task",
     "RunConfig": "lockstep.config",
-    "RunResult": "lockstep.trainer",
+    "RunResult": "lockstep.run.result",
     "StepReport": "lockstep.step.report",
     "StopSignals": "lockstep.signals",
     "Task": "lockstep.task",

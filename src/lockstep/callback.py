@@ -1,23 +1,30 @@
 """Callbacks: what may watch or extend a run.
 
 Owns: the methods a callback may have, calling them in order, and their saved state. Does not own:
-when they are called; the trainer says so, and `World` in a custom loop.
+when they are called; `trainer.py` says so, and `custom_loop.py` in a loop without a trainer.
 """
 
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.config import RunConfig
-from lockstep.data.batch import StepBatch
-from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError
-from lockstep.step.report import StepReport
+
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig
+    from lockstep.data.batch import StepBatch
+    from lockstep.dist.collectives import Collectives
+    from lockstep.step.report import StepReport
+
+SAME_CALLBACKS = (
+    "pass the same callbacks on every rank (one that writes may look at run.world.is_first), and "
+    "set LOCKSTEP_CALLBACKS on every node"
+)
 
 
 class RunView(Protocol):
@@ -46,17 +53,21 @@ class Callback:
     ranks; the steps before are saved first.
     """
 
-    def configure(self, task: Any, config: RunConfig, world: Collectives) -> RunConfig:
+    def configure(self, task: Any, config: "RunConfig", world: "Collectives") -> "RunConfig":
         """Return the settings to run with, before anything is built."""
         return config
 
     def on_run_start(self, run: RunView) -> None:
-        """Look at a run that is built, and restored from its checkpoint if there is one."""
+        """Look at a run that is built, and restored from its checkpoint if there is one.
 
-    def on_step_start(self, run: RunView, batch: StepBatch) -> None:
-        """Look at this rank's micro-batches before they are trained on."""
+        `run.config` may still be replaced by one that saves and evaluates at other times, and
+        `run.held_out` by fewer samples.
+        """
 
-    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+    def on_step_start(self, run: RunView, batch: "StepBatch") -> None:
+        """Look at this rank's micro-batches before they are trained on; the list may be changed."""
+
+    def on_step_end(self, run: RunView, batch: "StepBatch", report: "StepReport") -> None:
         """Look at a step that is done. Reading a number of `report` waits for a GPU."""
 
     def on_evaluation_end(self, run: RunView, metrics: Mapping[str, float]) -> None:
@@ -103,13 +114,14 @@ class Callbacks(Sequence[Callback]):
                 error.add_note(f"in callback {name}.{method}")
                 raise
 
-    def configure(self, task: Any, config: RunConfig, world: Collectives) -> RunConfig:
+    def configure(self, task: Any, config: "RunConfig", world: "Collectives") -> "RunConfig":
         """Return the settings that all callbacks agree to, each given those of the one before."""
+        kind = type(config)
         for name, callback in self.named():
             config = callback.configure(task, config, world)
-            if not isinstance(config, RunConfig):
+            if type(config) is not kind:
                 raise ConfigError(
-                    f"{name}.configure returned {config!r:.80}, not a RunConfig",
+                    f"{name}.configure returned {config!r:.80}, not a {kind.__name__}",
                     "return the config that it was given, or config.with_overrides([...])",
                 )
         return config

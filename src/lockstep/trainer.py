@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -49,6 +48,7 @@ from lockstep.run.early_exit import refuse_early_exit
 from lockstep.run.evaluation import can_agree, evaluate
 from lockstep.run.halving import halve
 from lockstep.run.record import Record
+from lockstep.run.result import RunResult
 from lockstep.run.run import Run
 from lockstep.run.saver import Saver
 from lockstep.run.skipped_steps import SkippedSteps, is_finite
@@ -60,18 +60,6 @@ from lockstep.task import Context, Task
 
 OTHERS_COME_S = 10.0
 """How long a rank that met an error in a step waits for the others to meet one too."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """How a run ended: where it stands, what it measured, and the exit code it deserves."""
-
-    step: int
-    metrics: dict[str, float]
-    folder: Path
-    exit_code: int = 0
-    stop_reason: str = ""
-    """Why a callback stopped the run, if one did."""
 
 
 def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
@@ -205,6 +193,7 @@ class Trainer:
         `requires_grad` of a parameter changed is taken again with the model replicated for it.
         """
         run, config = self.run, self.run.config
+        run.uses_task_loss = True
         # A loss that compares samples would be another one for half of them.
         gathers = run.task.gathers and (run.world.size > 1 or not config.exact)
         talks = run.world.size > 1 and (config.sync_batch_norm or config.parallel == "fsdp")
@@ -443,7 +432,8 @@ class Trainer:
         """
         self.run.progress.owes_evaluation = True
         try:
-            metrics = self._measure()
+            with self.run.world.phase("evaluate"):
+                metrics = self._measure()
         except (StopRequested, KeyboardInterrupt) as request:
             if isinstance(request, KeyboardInterrupt) and self.run.world.size > 1:
                 raise  # the other ranks know nothing of it, and wait
@@ -527,7 +517,8 @@ class Trainer:
         self._check_finite()
         measured = self.evaluated_step == self.run.progress.step
         replace = self._made_up_at == self.run.progress.step
-        self.saver.save(self.metrics if measured else {}, is_best, replace)
+        with self.run.world.phase("save"):
+            self.saver.save(self.metrics if measured else {}, is_best, replace)
 
     def _check_finite(self) -> None:
         """Raise, on all ranks alike, if a step since the last look was no longer arithmetic."""

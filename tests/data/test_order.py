@@ -156,3 +156,9 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(
 
 def test_the_sequential_order_is_the_samples_as_they_come() -> None:
     assert Sequential(10).ids(3, 4, 8).tolist() == [4, 5, 6, 7]
+
+
+def test_a_position_beyond_the_epoch_is_refused() -> None:
+    """It would walk from one value outside to the next, and never come inside."""
+    with pytest.raises(ValueError, match="8 samples has no position 8"):
+        Shuffled(8, seed=0).ids(epoch=0, start=4, stop=9)

@@ -46,6 +46,7 @@ from lockstep.checkpoint.lock import FolderLock as FolderLock
 from lockstep.checkpoint.state import Share, load_model_state, load_optimizer, share_of, snapshot
 from lockstep.dist.agreement import together
 from lockstep.dist.ddp import sync_buffers, unwrap
+from lockstep.dist.environment import rehearsal_folder
 from lockstep.dist.same_state import check_registered, check_same_weights
 from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, closest
@@ -332,6 +333,7 @@ class CheckpointStore:
                 their optimizers differ, or an optimizer has parameters that no object holds.
             CheckpointError: on all ranks, it cannot be saved, or another run has saved this step.
         """
+        self._enter_rehearsal()
         modules = {name: unwrap(o) for name, o in objects.items() if isinstance(o, nn.Module)}
         optimizers = {name: o for name, o in objects.items() if isinstance(o, Optimizer)}
         check_same_weights(modules, optimizers, world)
@@ -349,7 +351,10 @@ class CheckpointStore:
                 path = self.save(step, parts, {})
                 _use_of(self.folder).saved[path] = _fingerprint(path)
 
-        together(world, save)
+        with world.phase("save"):
+            together(world, save)
+        if world.custom_loop is not None:
+            world.custom_loop.checkpoint_saved(self.path(step))
 
     def load_into(self, **objects: Any) -> int:
         """Give each object the state it had at the newest good checkpoint; return its step, or 0.
@@ -358,6 +363,7 @@ class CheckpointStore:
             CheckpointError: every checkpoint is damaged, or one does not fit.
             ConfigError: an optimizer has parameters that none of the objects holds.
         """
+        self._enter_rehearsal()
         if any(isinstance(target, nn.Module) for target in objects.values()):
             _check_parameters_are_saved(objects)  # else modules are loaded by another call
         checkpoint, rejected = self.latest()
@@ -380,6 +386,12 @@ class CheckpointStore:
             else:
                 target.load_state_dict(checkpoint.load(name))
         return checkpoint.step
+
+    def _enter_rehearsal(self) -> None:
+        """In a rehearsal, keep away from the checkpoints of the real run."""
+        folder = rehearsal_folder()
+        if folder is not None and not self.folder.is_relative_to(folder):
+            self.folder = folder / "stores" / str(self.folder.absolute()).lstrip("/")
 
     def _take_folder(self) -> None:
         """Lock the folder for this process and take it over, once.

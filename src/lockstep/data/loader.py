@@ -40,6 +40,7 @@ from lockstep.data.workers import read_in_workers
 from lockstep.dist.agreement import check_same
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.detect import MAX_TIMEOUT_S
+from lockstep.dist.environment import is_rehearsal
 from lockstep.errors import ConfigError, DataError, own_exit_code
 from lockstep.plan import BatchConfig, BatchPlan, CutChange, plan_batches, resume_plan
 
@@ -81,6 +82,8 @@ class Loader:
     A resume on other ranks may cut a step into other micro-batches. `train_step` refuses them
     where that changes the loss, unless `accept_changes` is true. The first iteration after a
     resume likewise refuses data that changed since the checkpoint.
+
+    With LOCKSTEP_REHEARSAL=1 a loop of your own is two epochs of two steps.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class Loader:
         config: LoaderConfig | None = None,
         accept_changes: bool = False,
     ) -> None:
+        if is_rehearsal() and not world.is_in_run:
+            plan, epochs, max_steps = _rehearsed(dataset, batch_size, plan, world.size)
         self._accepts_changes = accept_changes
         self._changed_cut: CutChange | None = None
         self.plan = plan or plan_for(dataset, BatchConfig(batch_size=batch_size), world.size)
@@ -157,9 +162,14 @@ class Loader:
         self._shift = step - step_of(self.plan, consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, one integer, and the plan, seed and data it was counted under."""
+        """Return the whole state, one integer, and the plan, seed and data it was counted under.
+
+        In a loop without a trainer the states of its callbacks are in it, too.
+        """
         under = {"plan": asdict(self.plan), "seed": self._reader.seed, "data": self._take_print()}
-        return {"step": self.step, "consumed": self.consumed, **under}
+        loop = self._world.custom_loop
+        states = {"callbacks": loop.state_dict()} if loop is not None else {}
+        return {"step": self.step, "consumed": self.consumed, **under, **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after as many samples as `state_dict` counted, with the same global batch.
@@ -189,20 +199,27 @@ class Loader:
         self._saved_print = state.get("data", {})
         self._print = None  # to be taken of the samples that the checkpoint knows
         self.seek(state["step"], state["consumed"])
+        if self._world.custom_loop is not None:
+            self._world.custom_loop.load_state_dict(state.get("callbacks", {}))
 
     def __iter__(self) -> Iterator[StepBatch]:
         self._begin_together()
         steps, rank = range(self.step, self.total_steps), self._world.rank
+        loop = self._world.custom_loop
         plan, shift = self.plan, self._shift
         wanted = (leaf for step in steps for leaf in leaves_of(plan, step - shift, rank))
         read = read_leaves(self._reader, wanted, self._config, self._world)
         for step in steps:
             num_leaves = num_leaves_of(plan, step - shift)
-            mine = self._read_step(read, math.ceil(num_leaves / plan.world_size))
+            with self._world.phase("data"):
+                mine = self._read_step(read, math.ceil(num_leaves / plan.world_size))
             # Consumed, not fetched: whoever saves inside the loop body has trained on this step.
             self.consumed = consumed_after(plan, step - shift)
             epoch, change = mine[0].leaf.epoch, self._changed_cut
-            yield StepBatch(step, epoch, mine, self.consumed, num_leaves, change)
+            batch = StepBatch(step, epoch, mine, self.consumed, num_leaves, change)
+            yield batch
+            if loop is not None and loop.is_over(batch, is_last=step + 1 == self.total_steps):
+                return
 
     @own_exit_code()
     def _begin_together(self) -> None:
@@ -274,6 +291,18 @@ def plan_for(dataset: Any, batch: BatchConfig, world_size: int) -> BatchPlan:
         return plan_batches(batch, len(dataset), world_size)
     plan = plan_batches(batch, STREAM_LENGTH, world_size)
     return replace(plan, num_samples=STREAM_LENGTH, samples_per_epoch=STREAM_LENGTH)
+
+
+def _rehearsed(
+    dataset: Any, batch_size: int, plan: BatchPlan | None, world_size: int
+) -> tuple[BatchPlan | None, int | None, int | None]:
+    """Return a plan, epochs and steps for two epochs of two steps, or as many steps of `plan`."""
+    num_epochs = steps_per_epoch = 2
+    if plan is not None or is_stream(dataset):
+        return plan, None, num_epochs * steps_per_epoch
+    num_samples = min(len(dataset), steps_per_epoch * batch_size * world_size)
+    plan = plan_batches(BatchConfig(batch_size=batch_size), num_samples, world_size)
+    return plan, num_epochs, None
 
 
 def read_leaves(

@@ -43,6 +43,8 @@ class Shuffled:
 
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
         """Return the sample ids at positions `start` to `stop` of `epoch`."""
+        if stop > self.num_samples:  # such a position would walk forever
+            raise ValueError(f"an epoch of {self.num_samples} samples has no position {stop - 1}")
         side = np.uint64(math.isqrt(self.num_samples - 1) + 1)
         keys = [
             np.uint64(derive_seed(self.seed, "order", epoch, index)) for index in range(_ROUNDS)

@@ -107,7 +107,8 @@ class LeafReader:
         """Return a leaf's samples and their seeds, looking up those of the next ones with them."""
         epoch, start, ids, _ = self._ahead
         if leaf.epoch != epoch or not start <= leaf.start <= leaf.stop <= start + len(ids):
-            start, stop = leaf.start, min(leaf.start + WINDOW, len(self.dataset))
+            num_samples = getattr(self.order, "num_samples", len(self.dataset))  # or fewer
+            start, stop = leaf.start, min(leaf.start + WINDOW, num_samples)
             ids = self.order.ids(leaf.epoch, start, max(stop, leaf.stop))
             self._ahead = leaf.epoch, start, ids, sample_seeds(self.seed, leaf.epoch, ids)
         here = slice(leaf.start - start, leaf.stop - start)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import GradBucket as GradBucket  # type: ignore[attr-defined]
 
 from lockstep.dist.detect import Launch
+from lockstep.phases import Phases
 
 
 class Collectives:
@@ -31,6 +32,13 @@ class Collectives:
         self.backend = backend
         self.before_collective: Callable[[], None] | None = None
         """Called before each collective, while it is set."""
+        self.phase = Phases()
+        self.num_collectives = 0
+        """How many this rank has taken part in, but for gradients that DDP and FSDP exchange."""
+        self.custom_loop: Any = None
+        """The `CustomLoop` whose callbacks are to be called, outside of a run."""
+        self.is_in_run = False
+        """Whether `prepare` has built a run that has not ended."""
         # What ranks tell each other through the host, NCCL alone cannot carry.
         self._host = dist.new_group(backend="gloo") if backend == "cuda:nccl" else None
 
@@ -95,7 +103,8 @@ class Collectives:
         return self.all_sum(lengths).tolist()
 
     def _announce(self) -> None:
-        """Call `before_collective`; collectives inside it are not announced."""
+        """Count a collective and call `before_collective`; those inside it are not announced."""
+        self.num_collectives += 1
         announce, self.before_collective = self.before_collective, None
         if announce is not None:
             try:

@@ -6,6 +6,7 @@ Owns: reading and setting environment variables. Does not own: what the launch v
 
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from lockstep.dist import detect
@@ -16,6 +17,12 @@ from lockstep.errors import LaunchError
 def is_rehearsal() -> bool:
     """Say whether LOCKSTEP_REHEARSAL=1 asks for the run in miniature."""
     return os.environ.get("LOCKSTEP_REHEARSAL", "0") not in ("", "0")
+
+
+def rehearsal_folder() -> Path | None:
+    """Return where `lockstep rehearse` keeps what a loop without a trainer saves."""
+    folder = os.environ.get("LOCKSTEP_REHEARSAL_FOLDER", "")
+    return Path(folder) if is_rehearsal() and folder else None
 
 
 def shows_traceback() -> bool:

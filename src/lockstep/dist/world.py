@@ -8,17 +8,22 @@ import atexit
 import datetime
 import os
 import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.callback import SAME_CALLBACKS, Callback, Callbacks, load_callbacks
+from lockstep.custom_loop import CustomLoop
 from lockstep.dist import position
+from lockstep.dist.agreement import check_same, together
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.ddp import Averaging, replicate, sync_buffers
 from lockstep.dist.detect import Launch, check_size, detect_launch
-from lockstep.dist.environment import group_timeout_s
+from lockstep.dist.environment import callback_names, group_timeout_s
 from lockstep.dist.process_group import (
     DEFAULT_TIMEOUT_S,
     check_group,
@@ -58,23 +63,32 @@ class World(Collectives):
         super().__init__(launch, device, backend)
         self._made: Any = None
         """The process group, if this world made it."""
+        self.callbacks = Callbacks()
         self._store = store_of(launch)
         """Where ranks leave each other messages, if the group is ours."""
 
     @classmethod
     def enter(
-        cls, device: str = "auto", timeout_s: float | None = None, local_rank: int | None = None
+        cls,
+        device: str = "auto",
+        timeout_s: float | None = None,
+        local_rank: int | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> Self:
         """Join the group this process was launched into; alone, there is no group.
 
         A group that is there already is used as it is: one that Accelerate made, say, or that an
         earlier `enter` or `fit` made. Its timeout then stays what it was.
 
+        `callbacks`, and those that LOCKSTEP_CALLBACKS names, are called in a loop around
+        `train_step` and in every run of this world.
+
         From here on an uncaught LockstepError prints one sentence, and its exit code is the
         script's.
         """
         with own_exit_code():
             world = cls._enter(device, timeout_s, local_rank)
+            world.attach(callbacks)
         say_errors_in_a_sentence()  # after torch, which has a hook of its own for a group
         return world
 
@@ -105,6 +119,25 @@ class World(Collectives):
         world = cls(launch, place, backend)
         world._made = own.group
         return world
+
+    def attach(self, callbacks: Sequence[Callback]) -> None:
+        """Add callbacks, and those that LOCKSTEP_CALLBACKS names. Collective."""
+        named = callback_names()
+        both = together(self, lambda: Callbacks([*callbacks, *load_callbacks(named)]))
+        names = ", ".join(name for name, _ in both.named())
+        check_same("callbacks", names or "none", self, SAME_CALLBACKS)
+        self.callbacks = both
+        self.custom_loop = CustomLoop(self, both) if both else None
+
+    @contextmanager
+    def inside_run(self) -> Iterator[None]:
+        """Return the block in which a run calls the callbacks, and `train_step` does not."""
+        loop, self.custom_loop = self.custom_loop, None
+        self.is_in_run = True
+        try:
+            yield
+        finally:
+            self.custom_loop, self.is_in_run = loop, False
 
     def leave(self) -> None:
         """Leave the group, if this `World` made it. Safe to call twice, and to enter again.

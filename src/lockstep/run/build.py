@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.callback import Callback, Callbacks, load_callbacks
+from lockstep.callback import SAME_CALLBACKS, Callback, Callbacks
 from lockstep.checkpoint import (
     Checkpoint,
     CheckpointStore,
@@ -31,7 +31,7 @@ from lockstep.dist import position
 from lockstep.dist.agreement import check_same, together
 from lockstep.dist.batch_norm import padded_step, refuse_padding, synchronise_batch_norm
 from lockstep.dist.ddp import Averaging
-from lockstep.dist.environment import callback_names, launched
+from lockstep.dist.environment import launched
 from lockstep.dist.fsdp import is_sharded, shard
 from lockstep.dist.same_state import (
     REGISTER,
@@ -63,10 +63,6 @@ from lockstep.run.run import Run, versions
 from lockstep.run_files import refuse_link, refuse_shared, replace_text
 from lockstep.task import Task
 
-SAME_CALLBACKS = (
-    "pass the same callbacks on every rank (one that writes may look at run.world.is_first), and "
-    "set LOCKSTEP_CALLBACKS on every node"
-)
 SAME_FILES = (
     "build the same data on every rank: take no seed from the rank or the clock, sort file lists, "
     "and read files that all nodes share"
@@ -82,13 +78,14 @@ def prepare(
 ) -> Run:
     """Build the run, restored from its checkpoint where there is one. Collective.
 
-    Callbacks that LOCKSTEP_CALLBACKS names come after the given ones.
+    Callbacks of `world`, which LOCKSTEP_CALLBACKS names among others, come after the given ones.
     """
     position.own.begin_run()
     stack.callback(position.own.leave_run)
     stack.enter_context(own_exit_code())
     refuse_early_exit(stack, world, lambda: "the run had not reached its first step")
-    attached = together(world, lambda: Callbacks([*callbacks, *load_callbacks(callback_names())]))
+    attached = together(world, lambda: Callbacks([*callbacks, *world.callbacks]))
+    stack.enter_context(world.inside_run())
     names = ", ".join(name for name, _ in attached.named())
     check_same("callbacks", names or "none", world, SAME_CALLBACKS)
     config = together(world, lambda: attached.configure(task, rehearsed(config), world))

@@ -87,6 +87,8 @@ class Run:
     """Sum and number of what callbacks logged on this rank since the last log line, by name."""
     stop_reason: str = ""
     """Why a callback of this rank wants the run to stop."""
+    uses_task_loss: bool = False
+    """Whether the trainer has taken a step with the task's own loss."""
     non_finite: Tensor | None = None
     """On a GPU, whether a step of the trainer's was no longer arithmetic; see `train_step`."""
 

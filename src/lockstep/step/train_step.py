@@ -81,6 +81,9 @@ def train_step(
             weights are unchanged. On all ranks with `agree_on_memory`, else on the rank that saw
             it.
     """
+    loop = world.custom_loop
+    if loop is not None:
+        loop.start_step(model, optimizer, batch)
     reduction = choose_reduction(model, world, exact_reducer)
     update = choose_update(optimizer, world.device, scaler, non_finite)
     trained = trained or reduction.trained
@@ -111,13 +114,15 @@ def train_step(
             rows, names = passes.run()
             if world.size > 1:
                 compare_names(names, world)
-        grads = reduction.gradients(optimizer)
+        with world.phase("exchange"):
+            grads = reduction.gradients(optimizer)
     except LockstepError as error:
         error.is_before_update = True
         raise
 
     update.unscale(optimizer)
-    sums, norm = reduction.sums_and_norm(rows, grads, batch)
+    with world.phase("exchange"):
+        sums, norm = reduction.sums_and_norm(rows, grads, batch)
     if totals:  # the terms of the loss are means already
         least = torch.stack(tuple(totals.values())).min()
         sums = torch.cat([sums[:1], torch.where(least < 0, least, 1.0)[None], sums[2:]])
@@ -130,13 +135,16 @@ def train_step(
     if max_grad_norm is not None:
         divisor = torch.maximum(divisor, norm.add(divisor, alpha=1e-6) / max_grad_norm)
 
-    begin_momentum(optimizer)
-    update.apply(optimizer, grads, divisor, report)  # calls optimizer.step()
-    optimizer.zero_grad()
+    with world.phase("update"):
+        begin_momentum(optimizer)
+        update.apply(optimizer, grads, divisor, report)  # calls optimizer.step()
+        optimizer.zero_grad()
     reduction.end()
     if not (buffers_later or exact_reducer):  # exact mode merges the statistics of all ranks itself
         sync_buffers(model, world)
     position.own.reach(batch.step + 1)
+    if loop is not None:
+        loop.end_step(batch, report)
     return report
 
 
@@ -168,10 +176,12 @@ class _Passes:
             # Around the backward pass, too: activation checkpointing calls layers again there.
             counting = nullcontext() if micro_batch.counts else padding(unwrap(self.model))
             with self.reduction.micro_batch(micro_batch, is_last=index == last), counting:
-                own = self.forward(self.model, micro_batch, meeting)
+                with self.world.phase("forward"):
+                    own = self.forward(self.model, micro_batch, meeting)
                 names = names_of(own, names)
                 total = own.loss_sum + meeting.owed if meeting else own.loss_sum
-                self.update.scale(total).backward()  # type: ignore[no-untyped-call]
+                with self.world.phase("backward"):
+                    self.update.scale(total).backward()  # type: ignore[no-untyped-call]
             rows.append(row_of(own, names))
         if self.trained:  # first: what it finds may be why an exchange is incomplete
             self.trained.check()

@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from lockstep.dist.agreement import check_same
 from lockstep.observe.events import Event, EventLog
 from lockstep.run.build import prepare
+from lockstep.run.result import RunResult
 from lockstep.schedule import build_schedule
 from lockstep.signals import StopSignals
-from lockstep.trainer import RunResult, Trainer
+from lockstep.trainer import Trainer
 from lockstep_recipes.ctclip.config import CTClipConfig
 from lockstep_recipes.ctclip.launch import banner, choose_precision, join
 from lockstep_recipes.ctclip.task import CTClipTask
