@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lockstep import PartialLoss, RunConfig, World, fit, read_events
 from lockstep.checkpoint import Checkpoint, CheckpointStore, flatten
+from lockstep.dist.fsdp import gathered, held, is_cut, shard
 from lockstep.errors import ConfigError, DataError
 from lockstep.run.evaluation import evaluating
-from lockstep.dist.fsdp import gathered, held, is_cut, shard
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lockstep import CheckpointStore, Loader, LockstepError, RunConfig, World, fit, train_step
 from lockstep import trainer as trainer_module
 from lockstep.dist.ddp import unwrap
+from lockstep.dist.fsdp import is_cut
 from lockstep.randomness import seed_all
 from lockstep.run.build import prepare
-from lockstep.dist.fsdp import is_cut
 from lockstep.signals import StopSignals
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask, run_ranks

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from lockstep.errors import ConfigError
 from lockstep.dist.collectives import Collectives
+from lockstep.errors import ConfigError
 from lockstep.torch_errors import MIXED_SHARDS
 
 
 def shard(
-    model: nn.Module, world: Collectives, blocks: Iterable[nn.Module] = (), via: torch.dtype | None = None
+    model: nn.Module,
+    world: Collectives,
+    blocks: Iterable[nn.Module] = (),
+    via: torch.dtype | None = None,
 ) -> nn.Module:
     """Cut the parameters of `model` over ranks, in place, and put them on the ranks' devices.
 
@@ -113,9 +116,7 @@ def held(tensors: Iterable[Any]) -> list[Tensor]:
     return [tensor.detach().to_local() if is_cut(tensor) else tensor for tensor in tensors]
 
 
-def sums_and_norm(
-    local: Tensor, grads: list[Tensor], world: Collectives
-) -> tuple[Tensor, Tensor]:
+def sums_and_norm(local: Tensor, grads: list[Tensor], world: Collectives) -> tuple[Tensor, Tensor]:
     """Return `local`, summed over ranks, and the norm of the gradient. Collective.
 
     `grads` are this rank's rows of the gradients. Parameters that are a single number cannot be

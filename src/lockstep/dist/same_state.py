@@ -213,9 +213,7 @@ def _dotted(above: str, name: str) -> str:
     return f"{above}.{name}" if above else name
 
 
-def _refuse_difference(
-    what: str, own: Mapping[str, str], world: Collectives, remedy: str
-) -> None:
+def _refuse_difference(what: str, own: Mapping[str, str], world: Collectives, remedy: str) -> None:
     if difference := first_difference(own, world, _first_difference):
         error = ConfigError(f"ranks {what}: {difference}", remedy)
         error.is_shared = True
