@@ -30,7 +30,7 @@ from lockstep.step.memory import Rows, compare_names, fit_together
 from lockstep.step.partial import as_partial, names_of, number, row_of
 from lockstep.step.reduction import Reduction, choose_reduction
 from lockstep.step.report import StepReport
-from lockstep.step.update import Update, begin_momentum, choose_update
+from lockstep.step.update import Update, init_momentum, choose_update
 from lockstep.task import Context, PartialLoss
 
 Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
@@ -130,7 +130,7 @@ def train_step(
     if max_grad_norm is not None:
         divisor = torch.maximum(divisor, norm.add(divisor, alpha=1e-6) / max_grad_norm)
 
-    begin_momentum(optimizer)
+    init_momentum(optimizer)
     update.apply(optimizer, grads, divisor, report)  # calls optimizer.step()
     optimizer.zero_grad()
     reduction.end()
