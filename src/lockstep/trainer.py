@@ -58,7 +58,7 @@ from lockstep.step.report import StepReport
 from lockstep.step.train_step import train_step
 from lockstep.task import Context, Task
 
-OTHERS_COME_S = 10.0
+WAIT_FOR_OTHERS_S = 10.0
 """How long a rank that met an error in a step waits for the others to meet one too."""
 
 
@@ -581,7 +581,7 @@ class Trainer:
         if self.report is None or self.saver.saved_step == step:
             return
         place = f"failed after step {step} of run {position.own.num_runs}"
-        if is_shared(error) or self.run.world.all_come(place, OTHERS_COME_S):
+        if is_shared(error) or self.run.world.all_reach(place, WAIT_FOR_OTHERS_S):
             self._drop_step()
             self.saver.is_by_the_way = True
             try:

@@ -30,7 +30,7 @@ from lockstep.step.memory import Rows, compare_names, fit_together
 from lockstep.step.partial import as_partial, names_of, number, row_of
 from lockstep.step.reduction import Reduction, choose_reduction
 from lockstep.step.report import StepReport
-from lockstep.step.update import Update, init_momentum, choose_update
+from lockstep.step.update import Update, choose_update, init_momentum
 from lockstep.task import Context, PartialLoss
 
 Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
