@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lockstep import CheckpointStore, Loader, LockstepError, RunConfig, World, fit, train_step
 from lockstep import trainer as trainer_module
 from lockstep.dist.ddp import unwrap
-from lockstep.dist.fsdp import is_cut
+from lockstep.dist.fsdp import is_dtensor
 from lockstep.randomness import seed_all
 from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
@@ -90,7 +90,7 @@ Weights = dict[str, np.ndarray[Any, Any]]
 
 def copied(tensors: Mapping[str, Any]) -> Weights:
     """Return what another process can be sent."""
-    whole = {n: t.full_tensor() if is_cut(t) else t for n, t in tensors.items()}
+    whole = {n: t.full_tensor() if is_dtensor(t) else t for n, t in tensors.items()}
     return {name: tensor.numpy().copy() for name, tensor in whole.items()}
 
 
