@@ -283,9 +283,9 @@ class Trainer:
             self.saver.settle()
             numbers = report.loss, report.grad_norm, report.weight
             self.skipped_steps.add(batch.step, *map(float, numbers))
-            run.progress.take(None, batch)
+            run.progress.count(None, batch)
         else:
-            run.progress.take(report, batch)
+            run.progress.count(report, batch)
             run.averages.update(run.progress.step)
         self._num_new = run.progress.consumed - before
         position.own.reach(run.progress.step)
@@ -356,7 +356,7 @@ class Trainer:
         looks = run.held_out is not None and (at_end or self._is_due(config.evaluation))
         saves, is_best = at_end or self._is_due(config.checkpoint), False
         if closes or looks or saves:
-            progress.settle()  # or the wait for a GPU to come to here would be no training time
+            progress.sum_pending()  # or the wait for a GPU to come to here would be no training time
             with self.record.throughput.pausing():
                 if closes:
                     self.record.close_epoch()
@@ -531,7 +531,7 @@ class Trainer:
 
     def _check_finite(self) -> None:
         """Raise, on all ranks alike, if a step since the last look was no longer arithmetic."""
-        bad = None if self.run.non_finite is None else self.run.progress.settle()
+        bad = None if self.run.non_finite is None else self.run.progress.sum_pending()
         if bad:
             self.saver.settle()
             self.skipped_steps.add(*bad)
