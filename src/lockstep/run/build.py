@@ -41,7 +41,7 @@ from lockstep.dist.same_state import (
 )
 from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, ConfigError, own_exit_code
-from lockstep.exact.determinism import fingerprint, settle_numerics
+from lockstep.exact.determinism import fingerprint, set_numerics
 from lockstep.exact.reducer import ExactReducer
 from lockstep.observe.events import log_name
 from lockstep.randomness import seed_all, seed_everything
@@ -95,7 +95,7 @@ def prepare(
     folder = Path(config.output_dir)
     settings = config.model_dump_json(exclude={"output_dir"}) + json.dumps(task.settings())
     check_same("settings", settings, world)
-    settle_numerics(config, world.device, stack)
+    set_numerics(config, world.device, stack)
     together(world, lambda: _take_folder(folder, config, world, stack))
     # Two streams: the held-out data do not depend on what the training data drew.
     seed_everything(world.device, config.seed, "training data")
