@@ -50,13 +50,13 @@ from lockstep.run.early_exit import refuse_early_exit
 from lockstep.run.rehearsal import rehearsed
 from lockstep.run.resume import (
     agree_on_contract,
-    agree_to_go_on,
     changed_data,
     changed_settings,
     check_batch_norm,
     choose_checkpoint,
+    contract_or_refusal,
     free_settings,
-    settled,
+    resume_if_restarted,
     take_prints,
 )
 from lockstep.run.run import Run, versions
@@ -109,7 +109,7 @@ def prepare(
     )
     together(world, lambda: store.restore_replaced() if world.is_first else None)
     if world.all_max(int(launched().is_again))[0]:  # machines count restarts each for itself
-        config = together(world, lambda: settled(config, store, launched().job))
+        config = together(world, lambda: resume_if_restarted(config, store, launched().job))
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
     found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
     check_same("checkpoints to go on from", found, world)
@@ -127,7 +127,7 @@ def prepare(
     changed = next((found for found in told if found), [])
     contract = together(
         world,
-        lambda: agree_to_go_on(
+        lambda: contract_or_refusal(
             checkpoint,
             config,
             changed_settings(
