@@ -356,7 +356,7 @@ class Trainer:
         looks = run.held_out is not None and (at_end or self._is_due(config.evaluation))
         saves, is_best = at_end or self._is_due(config.checkpoint), False
         if closes or looks or saves:
-            progress.sum_pending()  # or the wait for a GPU to come to here would be no training time
+            progress.sum_pending()  # waits for the GPU: that is training time, not a pause
             with self.record.throughput.pausing():
                 if closes:
                     self.record.close_epoch()

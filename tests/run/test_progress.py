@@ -20,7 +20,7 @@ def batch(step: int) -> StepBatch:
     return StepBatch(step, 0, [], 8 * (step + 1), 1)
 
 
-def test_sums_and_weights_are_those_of_all_steps_pending_and_settled() -> None:
+def test_sums_and_weights_are_those_of_all_steps_pending_and_summed() -> None:
     progress = Progress()
     progress.count(report(3.0, 2.0, part=1.0), batch(0))
     progress.sum_pending()

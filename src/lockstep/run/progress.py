@@ -50,7 +50,7 @@ class Progress:
             self.sum_pending()
 
     def sum_pending(self) -> tuple[int, float, float, float] | None:
-        """Add up the steps that are pending, and return `non_finite_step`; this waits for the device."""
+        """Add up the pending steps, and return `non_finite_step`. This waits for the device."""
         if not self.pending:
             return self.non_finite_step
         steps, reports = zip(*self.pending, strict=True)
