@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -877,6 +878,57 @@ def test_the_tree_guard_can_fail() -> None:
     assert tree_faults(TREE, TREE_FILES | {"guard/a.txt"}) == ["not in the tree: guard/a.txt"]
     assert tree_faults(TREE, TREE_FILES - {"step.py"}) == ["gone: step.py"]
     assert tree_faults(TREE, TREE_FILES - {"board/page/index.html"}) == ["gone: board/page/"]
+
+
+# --- Ruff looks at every file, and its exceptions name files that exist ------------
+
+
+def unused_exceptions(settings: str, root: Path) -> list[str]:
+    """Return the patterns of ruff's per-file-ignores that no file below `root` matches."""
+    ignores = tomllib.loads(settings)["tool"]["ruff"]["lint"]["per-file-ignores"]
+    files = [pattern.removesuffix("/**") for pattern in ignores]
+    return [file for file in files if next(root.glob(file), None) is None]
+
+
+def test_the_exceptions_of_ruff_name_files_that_exist() -> None:
+    assert not unused_exceptions((REPOSITORY / "pyproject.toml").read_text(), REPOSITORY)
+
+
+def test_the_guard_of_exceptions_can_fail(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "__init__.py").touch()
+    settings = (
+        '[tool.ruff.lint.per-file-ignores]\n"kept/**" = []\n"gone/**" = []\n"kept/gone.py" = []\n'
+        '"**/__init__.py" = []\n"**/gone.py" = []\n'
+    )
+    assert unused_exceptions(settings, tmp_path) == ["gone", "kept/gone.py", "**/gone.py"]
+
+
+def files_ruff_misses(root: Path, folder: str) -> set[str]:
+    """Return the Python files below `root/folder` that ruff, run in `root`, does not look at."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", ".", "--show-files"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    ).stdout
+    files = {str(file) for file in (root / folder).rglob("*.py")}
+    return {Path(file).relative_to(root).as_posix() for file in files - set(shown.splitlines())}
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks"])
+def test_ruff_looks_at_every_file(folder: str) -> None:
+    assert not files_ruff_misses(REPOSITORY, folder)
+
+
+def test_the_guard_of_what_ruff_looks_at_can_fail(tmp_path: Path) -> None:
+    """Planted: a folder that ruff leaves out unless it is told not to."""
+    for name in ("dist", "run"):
+        (tmp_path / "src" / name).mkdir(parents=True)
+        (tmp_path / "src" / name / "planted.py").touch()
+    assert files_ruff_misses(tmp_path, "src") == {"src/dist/planted.py"}
 
 
 # --- The leak police of conftest.py ---------------------------------------------

@@ -18,7 +18,7 @@ from lockstep.data.order import Order
 from lockstep.dist.agreement import agree_to_continue
 from lockstep.dist.world import World
 from lockstep.errors import ConfigError
-from lockstep.exact.contrastive import Meeting
+from lockstep.exact.contrastive import GatheredRows
 from lockstep.plan import Contract, CutChange
 from lockstep.randomness import keyed_generator
 
@@ -55,7 +55,7 @@ class Context:
     """Whether this micro-batch adds to the step, or only keeps its rank in company."""
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     """What `Task.weights` counted, summed over the whole step; never 0, so divide by it."""
-    meeting: Meeting | None = None
+    gathered: GatheredRows | None = None
     """In exact mode, the other leaves of the step, whatever ranks have them."""
     exact: bool = False
     stop_code: Callable[[], int] | None = None
@@ -89,15 +89,15 @@ class Context:
 
         In exact mode: over all micro-batches of the step, one row for each sample.
         """
-        if self.meeting:
-            return self.meeting.gather(local)
+        if self.gathered:
+            return self.gathered.gather(local)
         self._check_gather()
         return self.world.all_gather(local if self.counts else local[:0])
 
     def gather_start(self, local: Tensor) -> int:
         """Return the row at which `gather(local)` holds this rank's rows. Collective."""
-        if self.meeting:
-            return self.meeting.start
+        if self.gathered:
+            return self.gathered.start
         self._check_gather()
         return sum(self.world.all_lengths(len(local) if self.counts else 0)[: self.world.rank])
 

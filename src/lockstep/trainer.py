@@ -58,7 +58,7 @@ from lockstep.step.report import StepReport
 from lockstep.step.train_step import train_step
 from lockstep.task import Context, Task
 
-OTHERS_COME_S = 10.0
+WAIT_FOR_OTHERS_S = 10.0
 """How long a rank that met an error in a step waits for the others to meet one too."""
 
 
@@ -169,7 +169,7 @@ class Trainer:
             assert isinstance(upcoming, StepBatch)
             self._again = False
             self._step_began = time.monotonic()
-            self.skipped_steps.remember()
+            self.skipped_steps.keep_buffers()
             self._call("on_step_start", upcoming)
             self.buffers.begin_step()
             yield upcoming
@@ -269,12 +269,12 @@ class Trainer:
                 self.events.write("compiled", run.progress.step, local_seconds=seconds)
         self.report = report
         if run.non_finite is None and not is_finite(report, run):
-            self.saver.settle()
+            self.saver.finish_save()
             numbers = report.loss, report.grad_norm, report.weight
             self.skipped_steps.add(batch.step, *map(float, numbers))
-            run.progress.take(None, batch)
+            run.progress.count(None, batch)
         else:
-            run.progress.take(report, batch)
+            run.progress.count(report, batch)
             run.averages.update(run.progress.step)
         self._num_new = run.progress.consumed - before
         position.own.reach(run.progress.step)
@@ -289,11 +289,11 @@ class Trainer:
         """
         step = self.run.progress.step
         try:
-            self.saver.settle()
+            self.saver.finish_save()
             self.saver.is_last = True
             if self.saver.saved_step != step:
                 self._save()
-            self.saver.settle()
+            self.saver.finish_save()
         except CheckpointError as error:
             if self.stopped_by:
                 error.exit_code = EXIT_NOT_SAVED
@@ -328,7 +328,7 @@ class Trainer:
         """Tell callbacks of a checkpoint that is complete by now on every rank. Collective."""
         if not self.run.callbacks or self.saver.saved_step in (None, self._announced_step):
             return
-        self.saver.settle()
+        self.saver.finish_save()
         if self.saver.saved_step is not None:  # or it could not be saved
             self._announced_step = self.saver.saved_step
             self._call("on_checkpoint_saved", self.run.store.path(self._announced_step))
@@ -345,7 +345,7 @@ class Trainer:
         looks = run.held_out is not None and (at_end or self._is_due(config.evaluation))
         saves, is_best = at_end or self._is_due(config.checkpoint), False
         if closes or looks or saves:
-            progress.settle()  # or the wait for a GPU to come to here would be no training time
+            progress.sum_pending()  # waits for the GPU: that is training time, not a pause
             with self.record.throughput.pausing():
                 if closes:
                     self.record.close_epoch()
@@ -381,8 +381,8 @@ class Trainer:
         if new_buffers:
             self.buffers.agree()
         self.buffers.synchronise()
-        self.saver.is_by_the_way = bool(failed)
-        self.saver.heed(lost, busy)
+        self.saver.run_has_failed = bool(failed)
+        self.saver.finish_save_if_ready(lost, busy)
         if not busy:
             self._announce_checkpoint()
         if ends:  # one rank's reason stands for all
@@ -392,11 +392,11 @@ class Trainer:
                 self._follow_trained()
             except LockstepError as error:
                 failed, problem = True, error
-                self.saver.is_by_the_way = True
+                self.saver.run_has_failed = True
         if failed:
             if self.saver.saved_step != self.run.progress.step:
                 self._save()  # the steps that were good are not lost
-            self.saver.settle()
+            self.saver.finish_save()
             if isinstance(problem, OtherRankError):
                 time.sleep(SPEAK_FIRST_S)  # only the other rank has the traceback
             raise_together(world, problem)
@@ -522,9 +522,9 @@ class Trainer:
 
     def _check_finite(self) -> None:
         """Raise, on all ranks alike, if a step since the last look was no longer arithmetic."""
-        bad = None if self.run.non_finite is None else self.run.progress.settle()
+        bad = None if self.run.non_finite is None else self.run.progress.sum_pending()
         if bad:
-            self.saver.settle()
+            self.saver.finish_save()
             self.skipped_steps.add(*bad)
 
     def _is_best(self) -> bool:
@@ -572,12 +572,12 @@ class Trainer:
         if self.report is None or self.saver.saved_step == step:
             return
         place = f"failed after step {step} of run {position.own.num_runs}"
-        if is_shared(error) or self.run.world.all_come(place, OTHERS_COME_S):
+        if is_shared(error) or self.run.world.all_reach(place, WAIT_FOR_OTHERS_S):
             self._drop_step()
-            self.saver.is_by_the_way = True
+            self.saver.run_has_failed = True
             try:
                 self._save()
-                self.saver.settle()
+                self.saver.finish_save()
             except LockstepError as lost:  # it must not hide why the run ends
                 self.events.write("warning", step, message=f"NOT SAVED: {lost.problem}")
 

@@ -11,8 +11,8 @@ import torch.distributed.fsdp  # before ranks are forked, which would import it 
 from torch import Tensor, nn
 
 from lockstep import RunConfig, World, fit, read_events
-from lockstep.errors import ConfigError
 from lockstep.dist.ddp import Averaging
+from lockstep.errors import ConfigError
 from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
 from lockstep.testing import TinyTask, run_ranks

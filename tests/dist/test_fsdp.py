@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lockstep import PartialLoss, RunConfig, World, fit, read_events
 from lockstep.checkpoint import Checkpoint, CheckpointStore, flatten
+from lockstep.dist.fsdp import gathered, is_dtensor, local_rows, shard
 from lockstep.errors import ConfigError, DataError
 from lockstep.run.evaluation import evaluating
-from lockstep.dist.fsdp import gathered, held, is_cut, shard
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
 
@@ -313,12 +313,16 @@ def look_inside() -> tuple[float, bool, bool]:
         torch.manual_seed(world.rank)
         model = Net()
         shard(model, world, model.blocks)
-        mine = sum(t.numel() for t in held(model.parameters())) / sum(t.numel() for t in of_first)
+        mine = sum(t.numel() for t in local_rows(model.parameters())) / sum(
+            t.numel() for t in of_first
+        )
         is_firsts = all(map(torch.equal, map(gathered, model.parameters()), of_first))
         is_seen = []
 
         def look(block: Any, args: Any) -> None:
-            is_seen.append(is_cut(block.wide.weight) or not is_cut(model.blocks[0].wide.weight))  # type: ignore[union-attr]
+            is_seen.append(
+                is_dtensor(block.wide.weight) or not is_dtensor(model.blocks[0].wide.weight)
+            )  # type: ignore[union-attr]
 
         model.blocks[1].register_forward_pre_hook(look)
         model(torch.randn(2, 5))

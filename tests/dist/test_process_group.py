@@ -183,5 +183,3 @@ def test_a_rank_that_failed_does_not_wait_for_collectives_the_others_never_join(
         assert first.wait(LIMIT_S) == 1  # the group itself would wait for 600 s
         assert first.stderr is not None
         assert "ValueError: a bug" in first.stderr.read()
-
-

@@ -1,4 +1,4 @@
-"""NumPy's and Python's random numbers in a loss: keyed by place, on any ranks and after a resume."""
+"""NumPy's and Python's random numbers in a loss: keyed by place, also on N ranks and resumed."""
 
 import random
 from pathlib import Path

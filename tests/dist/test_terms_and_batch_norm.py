@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep import Loader, PartialLoss, RunConfig, World, fit, train_step
-from lockstep.dist.batch_norm import SyncBatchNorm, refuse_other_cut, synchronise_batch_norm
 from lockstep.data.loader import plan_for
+from lockstep.dist.batch_norm import refuse_other_cut, synchronise_batch_norm
 from lockstep.errors import ConfigError
 from lockstep.plan import BatchConfig, CutChange, plan_batches
 from lockstep.task import Context
@@ -310,10 +310,14 @@ def refusal(folder: Path, batch: dict[str, object], **values: object) -> list[st
 
 def test_padding_that_torchs_own_layer_would_count_is_refused(tmp_path: Path) -> None:
     padded = refusal(tmp_path / "padded", {"batch_size": 6, "drop_last": False})
-    assert padded == [
-        "a step has 1 micro-batches for 2 ranks: nn.SyncBatchNorm would count 1 padding "
-        "micro-batches in its statistics"
-    ] * 2
+    assert (
+        padded
+        == [
+            "a step has 1 micro-batches for 2 ranks: nn.SyncBatchNorm would count 1 padding "
+            "micro-batches in its statistics"
+        ]
+        * 2
+    )
     uneven = refusal(tmp_path / "uneven", {"batch_size": 4, "global_batch_size": 12})
     assert [text.partition(":")[0] for text in uneven] == [
         "a step has 3 micro-batches for 2 ranks"

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lockstep import CheckpointStore, Loader, LockstepError, RunConfig, World, fit, train_step
 from lockstep import trainer as trainer_module
 from lockstep.dist.ddp import unwrap
+from lockstep.dist.fsdp import is_dtensor
 from lockstep.randomness import seed_all
 from lockstep.run.build import prepare
-from lockstep.dist.fsdp import is_cut
 from lockstep.signals import StopSignals
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask, run_ranks
@@ -90,7 +90,7 @@ Weights = dict[str, np.ndarray[Any, Any]]
 
 def copied(tensors: Mapping[str, Any]) -> Weights:
     """Return what another process can be sent."""
-    whole = {n: t.full_tensor() if is_cut(t) else t for n, t in tensors.items()}
+    whole = {n: t.full_tensor() if is_dtensor(t) else t for n, t in tensors.items()}
     return {name: tensor.numpy().copy() for name, tensor in whole.items()}
 
 
@@ -361,7 +361,7 @@ def test_five_lines_that_replicate_again_train_the_same_weights_on_all_ranks() -
 
 def loop_with_train_step(task: Thawing, config: RunConfig) -> str:
     """Train as docs/own_loop.md does; the change in the loss is not followed."""
-    trainer_module.OTHERS_COME_S = 5.0 if task.rank is None else 0.2
+    trainer_module.WAIT_FOR_OTHERS_S = 5.0 if task.rank is None else 0.2
     try:
         with ExitStack() as stack:
             world = stack.enter_context(World.enter("cpu", timeout_s=20))

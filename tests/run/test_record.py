@@ -37,13 +37,13 @@ def test_waiting_for_the_device_is_training_although_an_epoch_ends_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, which is waited for when its numbers are read: here, 50 ms a step."""
-    real = Progress.settle
+    real = Progress.sum_pending
 
     def waiting(progress: Progress) -> Any:
         time.sleep(0.05 * len(progress.pending))
         return real(progress)
 
-    monkeypatch.setattr(Progress, "settle", waiting)
+    monkeypatch.setattr(Progress, "sum_pending", waiting)
     seldom = {"every_steps": 5}
     changes = {"log_every": 4, "epochs": 4, "evaluation": seldom, "checkpoint": seldom}
     fit(TinyTask(NUM_SAMPLES), config_for(tmp_path, **changes))

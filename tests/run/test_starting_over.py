@@ -12,7 +12,7 @@ from lockstep import CheckpointStore, RunConfig, read_events
 from lockstep.errors import (
     ConfigError,
 )
-from lockstep.run.resume import settled
+from lockstep.run.resume import resume_if_restarted
 from lockstep.testing import TinyTask
 
 
@@ -93,4 +93,5 @@ def test_a_launch_that_was_or_is_on_several_machines_may_be_the_same(tmp_path: P
     ):
         shutil.rmtree(tmp_path, ignore_errors=True)
         folder.save(1, {"model": {}}, {"job": theirs})
-        assert settled(RunConfig(resume="discard"), folder, ours).resume == resume, (theirs, ours)
+        config = resume_if_restarted(RunConfig(resume="discard"), folder, ours)
+        assert config.resume == resume, (theirs, ours)

@@ -180,10 +180,10 @@ def test_a_step_that_a_gpu_skipped_is_found_when_numbers_are_read(value: float, 
     good, progress = step()[0], Progress()
     numbers = [good.sums.clone(), good.grad_norm.clone()]
     numbers[place].view(-1)[0] = abs(value) if place else value
-    progress.take(good, first_batch())
-    assert progress.settle() is None
-    progress.take(StepReport(numbers[0], good.names, numbers[1], []), first_batch())
-    assert progress.settle() is not None
+    progress.count(good, first_batch())
+    assert progress.sum_pending() is None
+    progress.count(StepReport(numbers[0], good.names, numbers[1], []), first_batch())
+    assert progress.sum_pending() is not None
 
 
 def test_parts_are_summed_with_weights_of_their_own() -> None:

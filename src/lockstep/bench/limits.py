@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.dist.fsdp import held
+from lockstep.dist.fsdp import local_rows
 from lockstep.run.run import Run
 
 FIRST_SIDE, LAST_SIDE = 512, 8192
@@ -82,7 +82,7 @@ def update_bytes(run: Run) -> int:
 
 
 def _bytes(tensors: list[Any]) -> int:
-    return sum(tensor.nbytes for tensor in held(tensors))
+    return sum(tensor.nbytes for tensor in local_rows(tensors))
 
 
 def trained_in(run: Run) -> torch.dtype:

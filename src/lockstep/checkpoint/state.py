@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.dist.fsdp import cut_like, gathered, is_cut, rows_of
+from lockstep.dist.fsdp import gathered, is_dtensor, rows_of, shard_like
 from lockstep.errors import CheckpointError
 
 FILE_DTYPES: Final = {
@@ -86,7 +86,7 @@ def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
         if dtype:
             node["dtype"] = dtype
         # What is cut has rows here or none, and ranks must say the same of it.
-        where = name if is_cut(tensor) else tensor.data_ptr()
+        where = name if is_dtensor(tensor) else tensor.data_ptr()
         memory = (tensor.device, where, tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and (first := first_names.setdefault(memory, name)) != name:
             node["tied_to"], stored = first, tensors[first]
@@ -147,7 +147,7 @@ def share_of(parts: Mapping[str, Any], rank: int = 0, size: int = 1) -> Share:
     Where ranks have rows of their own, each takes those, and the first what all have.
     """
     flat = {part: flatten(tree) for part, tree in parts.items()}
-    if any(is_cut(tensor) for tensors, _ in flat.values() for tensor in tensors.values()):
+    if any(is_dtensor(tensor) for tensors, _ in flat.values() for tensor in tensors.values()):
         if size == 1:
             raise CheckpointError("a rank alone has not all rows of what is cut", "save_from")
         return _share_of_rows(flat, rank, size)
@@ -180,8 +180,8 @@ def _share_of_rows(
     for part, (tensors, _) in flat.items():
         pieces: dict[str, Tensor] = share.tensors.setdefault(part, {})
         for name, tensor in tensors.items():
-            rows, first = rows_of(tensor) if is_cut(tensor) else (tensor, 0)
-            if is_cut(tensor) and len(rows):
+            rows, first = rows_of(tensor) if is_dtensor(tensor) else (tensor, 0)
+            if is_dtensor(tensor) and len(rows):
                 pieces[name] = rows
                 share.cuts.setdefault(part, {})[name] = (first, len(tensor))
             elif rank == 0:  # what all have, or what has no row at all
@@ -227,7 +227,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """
     expected: Mapping[str, Any] = model.state_dict()
     check_weights(state, expected)
-    model.load_state_dict({name: cut_like(state[name], expected[name]) for name in expected})
+    model.load_state_dict({name: shard_like(state[name], expected[name]) for name in expected})
 
 
 def check_weights(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -399,12 +399,12 @@ def _check_state_of_group(
 
 def _placed(value: Any, parameter: Tensor) -> Any:
     is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
-    return cut_like(value, parameter) if is_alike else value
+    return shard_like(value, parameter) if is_alike else value
 
 
 def _storable(tensor: Any, path: tuple[str, ...]) -> tuple[Tensor, str | None]:
     """Return the tensor as a file can hold it, and its dtype where that had to be hidden."""
-    if is_cut(tensor) and tensor.placements[0].is_shard(0) and tensor.dtype in FILE_DTYPES:
+    if is_dtensor(tensor) and tensor.placements[0].is_shard(0) and tensor.dtype in FILE_DTYPES:
         return tensor.detach(), None
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise _unsupported(path, f"is a {_type_name(tensor)}, which only looks like a tensor")

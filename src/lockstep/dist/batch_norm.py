@@ -115,8 +115,7 @@ def synchronise_batch_norm(model: nn.Module, world: Collectives) -> None:
     layers: list[tuple[str, Any]] = [
         (name, layer)
         for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm)
-        and not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
     ]
     for name, layer in layers:
         kind: Any = type(layer)

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep.errors import ConfigError
-from lockstep.exact.reducer import ExactReducer
-from lockstep.observe.pace import Pace
-from lockstep.dist.collectives import GradBucket
-from lockstep.dist.collectives import Collectives
+from lockstep.dist.collectives import Collectives, GradBucket
 from lockstep.dist.fsdp import is_sharded
 from lockstep.dist.same_state import check_registered, check_same_model
 from lockstep.dist.trained import TrainedParameters
+from lockstep.errors import ConfigError
+from lockstep.exact.reducer import ExactReducer
+from lockstep.observe.pace import Pace
 
 T = TypeVar("T")
 
@@ -108,7 +107,9 @@ class Replica(DistributedDataParallel):
     ) -> None:
         known = inspect.signature(DistributedDataParallel).parameters
         renamed = "forward_sync_buffers" in known  # in torch 2.13
-        options: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+        options: dict[str, Any] = {
+            "forward_sync_buffers" if renamed else "broadcast_buffers": False
+        }
         super().__init__(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,

@@ -55,11 +55,13 @@ _Row = tuple[int, int, int | None, int | None]
 def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None) -> Launch:
     """Read who this process is from the variables its launcher set. Pure.
 
-    Understands `lockstep launch`, torchrun (also below accelerate and torch.distributed.launch), the
-    five variables set by hand, `srun` with one task per GPU, and MPI. Inside an
-    sbatch script SLURM_PROCID exists without `srun`; only step variables prove a task.
-    `local_rank_argument` is what `--local-rank=K` said; the environment wins, and
-    -1 says nothing.
+    Understands `lockstep launch`, torchrun (also below accelerate and torch.distributed.launch),
+    the five variables set by hand, `srun` with one task per GPU, and MPI. Inside an sbatch script
+    SLURM_PROCID exists without `srun`; only step variables prove a task.
+
+    Args:
+        env: The environment.
+        local_rank_argument: The value of `--local-rank`, used where `env` has none; -1 is none.
 
     >>> detect_launch({}).size
     1

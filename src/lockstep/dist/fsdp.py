@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from lockstep.errors import ConfigError
 from lockstep.dist.collectives import Collectives
+from lockstep.errors import ConfigError
 from lockstep.torch_errors import MIXED_SHARDS
 
 
 def shard(
-    model: nn.Module, world: Collectives, blocks: Iterable[nn.Module] = (), via: torch.dtype | None = None
+    model: nn.Module,
+    world: Collectives,
+    blocks: Iterable[nn.Module] = (),
+    via: torch.dtype | None = None,
 ) -> nn.Module:
     """Cut the parameters of `model` over ranks, in place, and put them on the ranks' devices.
 
@@ -45,7 +48,7 @@ def shard(
     form: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=via)}
     for part in (*_innermost_first(model, blocks), model):
         for parameter in part.parameters():
-            if not is_cut(parameter):  # a block at a time: the device could not hold them all
+            if not is_dtensor(parameter):  # a block at a time: the device could not hold them all
                 parameter.data = parameter.data.to(world.device).contiguous()
                 world.all_from_first(parameter.data)
         # The root, too, is cut again after its forward pass: an average that is put into the
@@ -96,7 +99,7 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(type(model), "unshard")
 
 
-def is_cut(value: Any) -> bool:
+def is_dtensor(value: Any) -> bool:
     """Say whether ranks hold some rows each of a tensor."""
     return hasattr(value, "placements")  # importing DTensor to ask would take a second
 
@@ -108,14 +111,12 @@ def rows_of(cut: Any) -> tuple[Tensor, int]:
     return cut.detach().to_local(), min(mesh.get_local_rank() * each, num_rows)
 
 
-def held(tensors: Iterable[Any]) -> list[Tensor]:
+def local_rows(tensors: Iterable[Any]) -> list[Tensor]:
     """Return what this rank has of each tensor, in the same memory: its rows, or all of it."""
-    return [tensor.detach().to_local() if is_cut(tensor) else tensor for tensor in tensors]
+    return [tensor.detach().to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
 
 
-def sums_and_norm(
-    local: Tensor, grads: list[Tensor], world: Collectives
-) -> tuple[Tensor, Tensor]:
+def sums_and_norm(local: Tensor, grads: list[Tensor], world: Collectives) -> tuple[Tensor, Tensor]:
     """Return `local`, summed over ranks, and the norm of the gradient. Collective.
 
     `grads` are this rank's rows of the gradients. Parameters that are a single number cannot be
@@ -133,12 +134,12 @@ def sums_and_norm(
 
 def gathered(tensor: Any) -> Tensor:
     """Return all of a tensor. Collective where it is cut."""
-    return cast(Tensor, tensor.detach().full_tensor() if is_cut(tensor) else tensor)
+    return cast(Tensor, tensor.detach().full_tensor() if is_dtensor(tensor) else tensor)
 
 
-def cut_like(whole: Tensor, target: Any) -> Tensor:
+def shard_like(whole: Tensor, target: Any) -> Tensor:
     """Return this rank's rows of a whole tensor, cut as `target` is; or, if it is not, all."""
-    if not is_cut(target):
+    if not is_dtensor(target):
         return whole
     from torch.distributed.tensor import DTensor
 

@@ -1,8 +1,8 @@
 """Where this rank stands, in a small file that its launcher can read after the rank was killed.
 
 Owns: the counters of this process, and their place in the file. Does not own: when they change
-(`world.py` counts joining the group, `run/build.py` and `trainer.py` count runs and steps), nor what
-a launcher concludes from them.
+(`world.py` counts joining the group, `run/build.py` and `trainer.py` count runs and steps), nor
+what a launcher concludes from them.
 
 The file is mapped into memory, so that writing a counter costs no system call. Without a launcher
 that asks for the file, the counters lie in memory of this process alone.

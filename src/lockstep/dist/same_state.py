@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.dist.agreement import first_difference
 from lockstep.dist.collectives import Collectives
-from lockstep.dist.fsdp import is_cut
+from lockstep.dist.fsdp import is_dtensor
 from lockstep.errors import ConfigError
 
 SAME_MODEL = (
@@ -163,7 +163,7 @@ def _checksums(modules: Mapping[str, nn.Module]) -> dict[str, str]:
         for name, parameter in module.named_parameters():
             is_plain = parameter.layout == torch.strided and not parameter.is_meta
             is_known = not nn.parameter.is_lazy(parameter)
-            if is_known and is_plain and not is_cut(parameter):
+            if is_known and is_plain and not is_dtensor(parameter):
                 found[f"parameter {_dotted(above, name)}"] = checksum(parameter)
     devices = {value.device for value in found.values()}
     for device in devices:
@@ -200,7 +200,7 @@ def _settings(
 def _plain(value: Any) -> str | None:
     """Return a setting as text that is exact; None for what is not a plain value."""
     if isinstance(value, Tensor):
-        value = value.tolist() if value.numel() <= 16 and not is_cut(value) else None
+        value = value.tolist() if value.numel() <= 16 and not is_dtensor(value) else None
     if isinstance(value, bool | int | float | str | None):
         return repr(value)
     if isinstance(value, list | tuple):
@@ -213,9 +213,7 @@ def _dotted(above: str, name: str) -> str:
     return f"{above}.{name}" if above else name
 
 
-def _refuse_difference(
-    what: str, own: Mapping[str, str], world: Collectives, remedy: str
-) -> None:
+def _refuse_difference(what: str, own: Mapping[str, str], world: Collectives, remedy: str) -> None:
     if difference := first_difference(own, world, _first_difference):
         error = ConfigError(f"ranks {what}: {difference}", remedy)
         error.is_shared = True

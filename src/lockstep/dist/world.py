@@ -184,7 +184,7 @@ class World(Collectives):
         """Give every rank the first rank's buffers, running statistics among them. Collective."""
         sync_buffers(model, self)
 
-    def all_come(self, place: str, timeout_s: float) -> bool:
+    def all_reach(self, place: str, timeout_s: float) -> bool:
         """Say whether every rank calls this for `place` within `timeout_s`, once in each group.
 
         It asks the store, and so disturbs no collective that another rank may be waiting in. In a

@@ -1,8 +1,8 @@
 """A loss that compares all samples of a step, computed leaf by leaf.
 
-Owns: showing every leaf the rows of all others, and carrying back to each leaf what the
-others' losses ask of its rows. Does not own: the loss. Whatever ranks compute the leaves,
-each is computed in the same shapes and everything is added in the same order.
+Owns: gathering the rows of all leaves, and the gradient of every leaf's loss by these rows. Does
+not own: the loss. On any number of ranks, each leaf is computed in the same shapes and everything
+is added in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,67 +18,72 @@ from lockstep.exact.tree import TreeSum, sum_nodes
 if TYPE_CHECKING:
     from lockstep.data.batch import StepBatch
 
-Part = Callable[[nn.Module, Any, "Meeting"], Any]
+LeafLoss = Callable[[nn.Module, Any, "GatheredRows"], Any]
 """Computes the loss of a micro-batch."""
 
 
 @dataclass
-class Meeting:
-    """What one leaf shows the others through `Context.gather`, and is shown, as often as it asks.
+class GatheredRows:
+    """The rows that one leaf passes to `Context.gather`, and the rows of all leaves.
 
-    Every time it shows as many rows.
+    A loss may gather several tensors. They all have the same number of rows.
     """
 
     start: int = 0
-    """Where its own rows begin among those of all leaves."""
+    """Where this leaf's rows begin among those of all leaves."""
     length: int = 0
-    rows: list[Tensor] = field(default_factory=list)
-    shown: Sequence[Tensor] = ()
-    asked: Sequence[Tensor] = ()
-    """The gradient of all leaves' losses by the rows of all."""
+    own: list[Tensor] = field(default_factory=list)
+    """This leaf's rows, one tensor for each call of `gather`."""
+    whole: Sequence[Tensor] = ()
+    """The rows of all leaves, once they are known."""
+    grads: Sequence[Tensor] = ()
+    """The gradient of the summed loss of all leaves by `whole`."""
 
     def gather(self, local: Tensor) -> Tensor:
-        """Return the rows of all leaves; before they have met, its own."""
-        self.rows.append(local)
-        return self.shown[len(self.rows) - 1] if self.shown else local
+        """Return the rows of all leaves; in the first pass, this leaf's own."""
+        self.own.append(local)
+        return self.whole[len(self.own) - 1] if self.whole else local
 
     @property
-    def owed(self) -> Tensor | float:
-        """What to add to the loss so that its gradient is that of all leaves' losses."""
-        own = (asked.narrow(0, self.start, self.length) for asked in self.asked)
+    def surrogate_loss(self) -> Tensor | float:
+        """What to add to a leaf's loss so that it has the gradient of all leaves' losses."""
+        grads = (grad.narrow(0, self.start, self.length) for grad in self.grads)
         return sum(
-            (row[: self.length] * asked).sum() for row, asked in zip(self.rows, own, strict=True)
+            (rows[: self.length] * grad).sum() for rows, grad in zip(self.own, grads, strict=True)
         )
 
 
-def meet(part: Part, model: nn.Module, batch: "StepBatch", world: Collectives) -> list[Meeting]:
-    """Let the leaves of a step see each other; return a meeting for each micro-batch. Collective.
+def gather_rows(
+    leaf_loss: LeafLoss, model: nn.Module, batch: "StepBatch", world: Collectives
+) -> list[GatheredRows]:
+    """Return what the loss of each micro-batch gathers; empty if it gathers nothing. Collective.
 
-    Two forward passes come before the one that is trained: one to have every leaf's rows, one
-    to learn how each leaf's loss depends on the rows of all. Memory stays that of one leaf.
+    This takes two forward passes before the one that is trained: the first computes the rows of
+    every leaf, the second how each leaf's loss depends on the rows of all. Memory stays that of
+    one leaf.
     """
-    meetings = [Meeting() for _ in batch.micro_batches]
-    pairs = list(zip(batch.micro_batches, meetings, strict=True))
-    for micro_batch, meeting in pairs:
+    gathered = [GatheredRows() for _ in batch.micro_batches]
+    pairs = list(zip(batch.micro_batches, gathered, strict=True))
+    for micro_batch, one in pairs:
         with torch.no_grad():
-            part(model, micro_batch, meeting)
-        meeting.length = len(meeting.rows[0]) if meeting.rows and micro_batch.counts else 0
+            leaf_loss(model, micro_batch, one)
+        one.length = len(one.own[0]) if one.own and micro_batch.counts else 0
     wholes = []
-    for all_rows in zip(*(meeting.rows for meeting in meetings), strict=True):
-        own = [rows[: m.length] for rows, m in zip(all_rows, meetings, strict=True)]
-        wholes.append(torch.cat(world.all_parts(torch.cat(own))))
-    if not wholes:  # nothing was compared
+    for tensors in zip(*(one.own for one in gathered), strict=True):
+        counted = [rows[: one.length] for rows, one in zip(tensors, gathered, strict=True)]
+        wholes.append(torch.cat(world.all_parts(torch.cat(counted))))
+    if not wholes:
         return []
-    start = sum(world.all_lengths(sum(m.length for m in meetings))[: world.rank])
+    start = sum(world.all_lengths(sum(one.length for one in gathered))[: world.rank])
 
     trees = [TreeSum(batch.num_leaves) for _ in wholes]
-    for micro_batch, meeting in pairs:
-        meeting.start, start = start, start + meeting.length
+    for micro_batch, one in pairs:
+        one.start, start = start, start + one.length
         if micro_batch.counts:
-            meeting.rows, meeting.shown = [], [whole.clone().requires_grad_() for whole in wholes]
-            total = part(model, micro_batch, meeting).loss_sum
-            grads = torch.autograd.grad(total, meeting.shown, materialize_grads=True)
+            one.own, one.whole = [], [whole.clone().requires_grad_() for whole in wholes]
+            total = leaf_loss(model, micro_batch, one).loss_sum
+            grads = torch.autograd.grad(total, one.whole, materialize_grads=True)
             for tree, grad in zip(trees, grads, strict=True):
                 tree.add((0, micro_batch.leaf.place), [grad.contiguous()])
-    asked = [sum_nodes(tree, whole, world) for tree, whole in zip(trees, wholes, strict=True)]
-    return [replace(m, rows=[], shown=wholes, asked=asked) for m in meetings]
+    sums = [sum_nodes(tree, whole, world) for tree, whole in zip(trees, wholes, strict=True)]
+    return [replace(one, own=[], whole=wholes, grads=sums) for one in gathered]

@@ -19,7 +19,7 @@ from lockstep.torch_errors import NOT_DETERMINISTIC
 T = TypeVar("T")
 
 
-def settle_numerics(config: RunConfig, device: torch.device, stack: ExitStack) -> None:
+def set_numerics(config: RunConfig, device: torch.device, stack: ExitStack) -> None:
     """Set threads and, in exact mode, kernels that repeat themselves, until the stack closes."""
 
     def put(write: Callable[[T], object], value: T, before: T) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.state import check_weights
-from lockstep.dist.fsdp import cut_like, held
+from lockstep.dist.fsdp import local_rows, shard_like
 
 
 class Averages:
@@ -54,7 +54,7 @@ class Averages:
         copies = [copy for of_one in zip(*self.copies.values(), strict=True) for copy in of_one]
         wide = [source.detach().to(kept_in(source.dtype)) for source in self._sources]
         sources = [source for source in wide for _ in rates]
-        torch._foreach_lerp_(held(copies), held(sources), rates * len(self._sources))
+        torch._foreach_lerp_(local_rows(copies), local_rows(sources), rates * len(self._sources))
 
     @contextmanager
     def applied(self, decay: float) -> Iterator[None]:
@@ -120,7 +120,7 @@ class Averages:
         check_weights(state, {name: _expected(named[name], kinds.get(name)) for name in wanted})
         self.follow(also=saved)
         for name, source, copy in zip(self._names, self._sources, self.copies[decay], strict=True):
-            copy.copy_(cut_like(state[name], copy) if name in state else source)
+            copy.copy_(shard_like(state[name], copy) if name in state else source)
 
 
 def kept_in(dtype: torch.dtype) -> torch.dtype:

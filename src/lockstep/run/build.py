@@ -41,7 +41,7 @@ from lockstep.dist.same_state import (
 )
 from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, ConfigError, own_exit_code
-from lockstep.exact.determinism import fingerprint, settle_numerics
+from lockstep.exact.determinism import fingerprint, set_numerics
 from lockstep.exact.reducer import ExactReducer
 from lockstep.observe.events import log_name
 from lockstep.randomness import seed_all, seed_everything
@@ -50,13 +50,13 @@ from lockstep.run.early_exit import refuse_early_exit
 from lockstep.run.rehearsal import rehearsed
 from lockstep.run.resume import (
     agree_on_contract,
-    agree_to_go_on,
     changed_data,
     changed_settings,
     check_batch_norm,
     choose_checkpoint,
+    contract_or_refusal,
     free_settings,
-    settled,
+    resume_if_restarted,
     take_prints,
 )
 from lockstep.run.run import Run, versions
@@ -92,7 +92,7 @@ def prepare(
     folder = Path(config.output_dir)
     settings = config.model_dump_json(exclude={"output_dir"}) + json.dumps(task.settings())
     check_same("settings", settings, world)
-    settle_numerics(config, world.device, stack)
+    set_numerics(config, world.device, stack)
     together(world, lambda: _take_folder(folder, config, world, stack))
     # Two streams: the held-out data do not depend on what the training data drew.
     seed_everything(world.device, config.seed, "training data")
@@ -106,7 +106,7 @@ def prepare(
     )
     together(world, lambda: store.restore_replaced() if world.is_first else None)
     if world.all_max(int(launched().is_again))[0]:  # machines count restarts each for itself
-        config = together(world, lambda: settled(config, store, launched().job))
+        config = together(world, lambda: resume_if_restarted(config, store, launched().job))
     checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
     found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
     check_same("checkpoints to go on from", found, world)
@@ -124,7 +124,7 @@ def prepare(
     changed = next((found for found in told if found), [])
     contract = together(
         world,
-        lambda: agree_to_go_on(
+        lambda: contract_or_refusal(
             checkpoint,
             config,
             changed_settings(

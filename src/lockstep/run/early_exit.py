@@ -11,7 +11,7 @@ from lockstep.dist import position
 from lockstep.dist.world import World
 from lockstep.errors import LeftEarlyError, LockstepError, NotSavedError
 
-COME_S = 2.0
+WAIT_FOR_OTHERS_S = 2.0
 """How long a rank that leaves waits for the others to leave, too: then one of them says it."""
 
 
@@ -34,7 +34,7 @@ def refuse_early_exit(stack: ExitStack, world: World, unsaved: Callable[[], str]
             found.add_note(note)
         world.stay(kind, found, trace)  # ranks may have left at different collectives
         place = f"left after step {position.own.step} by {type(error).__name__}"
-        found.is_shared = world.all_come(place, COME_S)
+        found.is_shared = world.all_reach(place, WAIT_FOR_OTHERS_S)
         raise found from error
 
     stack.push(convert)

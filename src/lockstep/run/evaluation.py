@@ -75,7 +75,7 @@ def evaluate(
         StopRequested: on all ranks, before the same batch, if a rank was asked to stop. What was
             measured until then is dropped.
     """
-    keeps_company = is_sharded(model)
+    pads_rounds = is_sharded(model)
 
     def begin_metrics() -> Mapping[str, Any]:
         metrics = task.metrics()
@@ -106,7 +106,7 @@ def evaluate(
         num_added[name] = index + 1
 
     def measure() -> None:
-        batches = read_held_out(data, batch_size, world, seed, task.collate, loader, keeps_company)
+        batches = read_held_out(data, batch_size, world, seed, task.collate, loader, pads_rounds)
         num_rounds = -(-num_leaves // world.size)
         for micro_batch in _in_rounds(batches, num_rounds, world, stop_code):
             place = micro_batch.leaf.place

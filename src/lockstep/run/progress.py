@@ -34,42 +34,42 @@ class Progress:
     """Steps that are not in these sums yet."""
     owes_evaluation: bool = False
     """Whether one was due and failed or was interrupted: a resume begins with it."""
-    bad: tuple[int, float, float, float] | None = None
+    non_finite_step: tuple[int, float, float, float] | None = None
     """The first step that was not finite, with its loss, gradient norm and weight."""
 
-    def take(self, report: StepReport | None, batch: StepBatch) -> None:
+    def count(self, report: StepReport | None, batch: StepBatch) -> None:
         """Count one finished step, or one that was left out; nothing here waits for the device."""
         self.step = batch.step + 1
         self.consumed = batch.consumed
         if report is None:
             return
         if self.pending and self.pending[-1][1].names != report.names:
-            self.settle()  # rows are added up together: they must mean the same
+            self.sum_pending()  # rows are added up together: they must mean the same
         self.pending.append((batch.step, report))
         if len(self.pending) == MAX_PENDING:
-            self.settle()
+            self.sum_pending()
 
-    def settle(self) -> tuple[int, float, float, float] | None:
-        """Add up the steps that are pending, and return `bad`; this waits for the device."""
+    def sum_pending(self) -> tuple[int, float, float, float] | None:
+        """Add up the pending steps, and return `non_finite_step`. This waits for the device."""
         if not self.pending:
-            return self.bad
+            return self.non_finite_step
         steps, reports = zip(*self.pending, strict=True)
         self.pending = []
         rows = torch.stack([report.sums for report in reports]).tolist()
         norms = torch.stack([report.grad_norm for report in reports]).tolist()
         for step, row, norm in zip(steps, rows, norms, strict=True):
-            if self.bad is None and not math.isfinite(row[0] + norm):
-                self.bad = step, row[0] / row[1] if row[1] else row[0], norm, row[1]
+            if self.non_finite_step is None and not math.isfinite(row[0] + norm):
+                self.non_finite_step = step, row[0] / row[1] if row[1] else row[0], norm, row[1]
             for place, name in enumerate(("loss", *reports[0].names)):
                 for sums in (self.interval, self.epoch):
                     value, weight = sums.get(name, (0.0, 0.0))
                     sums[name] = [value + row[2 * place], weight + row[2 * place + 1]]
-        return self.bad
+        return self.non_finite_step
 
     def state(self) -> dict[str, Any]:
         """Return it as a tree of numbers."""
-        self.settle()
-        saved = {k: v for k, v in vars(self).items() if k not in ("pending", "bad")}
+        self.sum_pending()
+        saved = {k: v for k, v in vars(self).items() if k not in ("pending", "non_finite_step")}
         return {**saved, "ledger": [self.ledger.digest, self.ledger.count]}
 
     @classmethod

@@ -106,7 +106,7 @@ class Record:
     def log(self, report: StepReport) -> None:
         """Write one line of numbers, all reduced over ranks. Collective."""
         run, progress, plan = self.run, self.run.progress, self.run.contract.plan
-        progress.settle()  # the interval ends when the device has come to here
+        progress.sum_pending()  # the interval ends when the device has come to here
         timing = self.throughput.interval()
         own = torch.tensor([[*timing.values(), own_seconds(run.model), len(run.logged)]])
         # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
@@ -155,7 +155,7 @@ class Record:
         run, progress, plan = self.run, self.run.progress, self.run.contract.plan
         epoch, seen = progress.consumed // plan.samples_per_epoch, self.sum_ledger()
         expected = Ledger.of_epoch(run.loader.order, plan, epoch - 1)
-        progress.settle()
+        progress.sum_pending()
         loss_sum, weight = progress.epoch.get("loss", (0.0, 0.0))  # or every step was left out
         verdict = "each once" if seen == expected else "NOT each once"
         self.events.write(

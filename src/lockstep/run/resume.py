@@ -48,7 +48,7 @@ ROUNDING: tuple[str, ...] = ("compile", "num_threads", "gradients.bucket_mb")
 change at any time, or are compared for what they amount to: the contract, `restore`."""
 
 
-def settled(config: RunConfig, store: CheckpointStore, job: str) -> RunConfig:
+def resume_if_restarted(config: RunConfig, store: CheckpointStore, job: str) -> RunConfig:
     """Return the config of a run that `job` has started again: what it saved is not asked anew.
 
     To discard, or to go back, is a word for the first start. Until that has saved something,
@@ -279,7 +279,7 @@ def changed_data(
     return [f"{name} data: {what}" for name, what in found.items() if what]
 
 
-def agree_to_go_on(
+def contract_or_refusal(
     checkpoint: Checkpoint | None,
     config: RunConfig,
     changes: list[str],

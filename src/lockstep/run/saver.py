@@ -33,7 +33,7 @@ class Saver:
         """The newest step whose checkpoint is known to be complete on the disk."""
         self.is_last = False
         """Whether a save that fails can no longer be made good by another."""
-        self.is_by_the_way = False
+        self.run_has_failed = False
         """Whether the run ends by something else, which a save that fails must not hide."""
         self._best = run.progress.best, run.progress.best
         """The best metric that has a checkpoint, and the best once the last save is done."""
@@ -70,26 +70,26 @@ class Saver:
 
     def _refuse_weights(self, difference: str) -> None:
         """Stop a run whose ranks train different weights, and save nothing of them."""
-        self.settle()
+        self.finish_save()
         step = self.run.progress.step
         error = different_weights(difference, f"; step {step} is not saved")
-        if not self.is_by_the_way:
+        if not self.run_has_failed:
             raise error
         self.record.events.write("warning", step, message=f"NOT SAVED: {error.problem}")
 
     def _refuse_state(self, difference: str) -> None:
         """Stop a run whose task remembers something else on every rank: a resume would lose it."""
-        self.settle()
+        self.finish_save()
         step = self.run.progress.step
         where = f"step {step} was saved with rank 0's" if self.saved_step == step else "not saved"
         problem = f"Task.state() differs between ranks: {difference}; {where}"
-        if not self.is_by_the_way:
+        if not self.run_has_failed:
             raise ConfigError(problem, SAME_STATE)
         self.record.events.write("warning", step, message=problem)
 
     def _save(self, metrics: Mapping[str, float], is_best: bool, replace: bool) -> None:
         began = time.monotonic()
-        self.settle()
+        self.finish_save()
         run, saving = self.run, self.run.config.checkpoint
         step = self.saved_step = run.progress.step
         if self._lost[0] == step:  # the same weights once more
@@ -132,19 +132,19 @@ class Saver:
         elif run.world.is_first:
             self.writer.submit(lambda: commit(parts))
         if not saving.background:
-            self.settle()
+            self.finish_save()
 
     @property
     def votes(self) -> tuple[bool, bool]:
         """Whether a save has failed on this rank, and whether one is under way."""
         return self.writer.has_failed, self.writer.is_busy
 
-    def heed(self, has_failed: int, is_busy: int) -> None:
-        """Settle a save that has failed on any rank, or is complete on all. Collective."""
+    def finish_save_if_ready(self, has_failed: int, is_busy: int) -> None:
+        """Finish a save that has failed on any rank, or is complete on all. Collective."""
         if has_failed or (self._commit and not is_busy):
-            self.settle(wait=False)
+            self.finish_save(wait=False)
 
-    def settle(self, wait: bool = True) -> None:
+    def finish_save(self, wait: bool = True) -> None:
         """Wait for the save under way, commit it once every share is there. Collective.
 
         Raises:
@@ -194,7 +194,7 @@ class Saver:
 
     def _close(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for the writer."""
-        self.is_by_the_way = error is not None
+        self.run_has_failed = error is not None
         try:
             self.writer.close()
         except CheckpointError as lost:
@@ -212,8 +212,8 @@ class Saver:
         # A run that another one has replaced can never save again, whatever it was told.
         is_over = self.is_last or isinstance(error, TakenOverError)
         must = is_over or self.run.config.checkpoint.on_failed_save == "stop"
-        if must and not self.is_by_the_way:
+        if must and not self.run_has_failed:
             raise error
-        then = "" if self.is_by_the_way else "; the run goes on and tries again at the next save"
+        then = "" if self.run_has_failed else "; the run goes on and tries again at the next save"
         message = f"NOT SAVED: {error.problem}{then}"
         self.record.events.write("warning", self.run.progress.step, message=message)

@@ -16,7 +16,7 @@ from lockstep.run.run import Run
 from lockstep.step.report import StepReport
 from lockstep.step.update import new_non_finite_flag
 
-MAX_LEFT_OUT = 10
+MAX_SKIPPED = 10
 """A run with more non-finite steps than this stops, whatever its policy."""
 
 
@@ -46,7 +46,7 @@ class SkippedSteps:
             )
         return run.non_finite
 
-    def remember(self) -> None:
+    def keep_buffers(self) -> None:
         """Keep what a forward pass changes, as running statistics; a step left out changes none."""
         if self.run.config.on_non_finite == "skip":
             self._buffers = [buffer.clone() for buffer in unwrap(self.run.model).buffers()]
@@ -77,7 +77,7 @@ class SkippedSteps:
             message = f"step {step + 1}: the total weight of the loss is {weight:g}, below 0"
             remedy = "return a weight of 0 or more for every micro-batch; "
         self.num += 1
-        if policy == "stop" or self.num > MAX_LEFT_OUT:
+        if policy == "stop" or self.num > MAX_SKIPPED:
             often = "" if policy == "stop" else f", {self.num} such steps by now"
             raise NonFiniteError(
                 f"{message}{often}; no weight has moved, and nothing of it was saved",

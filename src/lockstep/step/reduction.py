@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.ddp import Replica, replica_of
-from lockstep.dist.fsdp import held, is_sharded, sums_and_norm
+from lockstep.dist.fsdp import is_sharded, local_rows, sums_and_norm
 from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import ConfigError
 from lockstep.exact.reducer import ExactReducer
@@ -144,7 +144,7 @@ class ShardedReduction(Reduction):
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Return this rank's rows of the gradients."""
-        return held(super().gradients(optimizer))
+        return local_rows(super().gradients(optimizer))
 
     def sums_and_norm(
         self, rows: Sequence[Tensor], grads: list[Tensor], batch: StepBatch

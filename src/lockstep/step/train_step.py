@@ -23,14 +23,14 @@ from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.trained import TrainedParameters
 from lockstep.dist.world import World
 from lockstep.errors import LockstepError
-from lockstep.exact.contrastive import Meeting, meet
+from lockstep.exact.contrastive import GatheredRows, gather_rows
 from lockstep.exact.reducer import ExactReducer
 from lockstep.randomness import seed_everything
 from lockstep.step.memory import Rows, compare_names, fit_together
 from lockstep.step.partial import as_partial, names_of, number, row_of
 from lockstep.step.reduction import Reduction, choose_reduction
 from lockstep.step.report import StepReport
-from lockstep.step.update import Update, begin_momentum, choose_update
+from lockstep.step.update import Update, choose_update, init_momentum
 from lockstep.task import Context, PartialLoss
 
 Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
@@ -136,7 +136,7 @@ def train_step(
         divisor = torch.maximum(divisor, norm.add(divisor, alpha=1e-6) / max_grad_norm)
 
     with world.phase("update"):
-        begin_momentum(optimizer)
+        init_momentum(optimizer)
         update.apply(optimizer, grads, divisor, report)  # calls optimizer.step()
         optimizer.zero_grad()
     reduction.end()
@@ -169,17 +169,17 @@ class _Passes:
         rows: list[Tensor] = []
         names: list[str] | None = None
         self.reduction.start(self.batch)
-        meetings = self.meet()
+        gathered = self.gather_rows()
         last = len(self.batch.micro_batches) - 1
         for index, micro_batch in enumerate(self.batch.micro_batches):
-            meeting = meetings[index] if meetings else None
+            leaf_rows = gathered[index] if gathered else None
             # Around the backward pass, too: activation checkpointing calls layers again there.
             counting = nullcontext() if micro_batch.counts else padding(unwrap(self.model))
             with self.reduction.micro_batch(micro_batch, is_last=index == last), counting:
                 with self.world.phase("forward"):
-                    own = self.forward(self.model, micro_batch, meeting)
+                    own = self.forward(self.model, micro_batch, leaf_rows)
                 names = names_of(own, names)
-                total = own.loss_sum + meeting.owed if meeting else own.loss_sum
+                total = own.loss_sum + leaf_rows.surrogate_loss if leaf_rows else own.loss_sum
                 with self.world.phase("backward"):
                     self.update.scale(total).backward()  # type: ignore[no-untyped-call]
             rows.append(row_of(own, names))
@@ -188,14 +188,14 @@ class _Passes:
         self.reduction.check()
         return rows, names or []
 
-    def meet(self) -> list[Meeting]:
-        """In exact mode, let the micro-batches of a loss that compares samples see each other."""
+    def gather_rows(self) -> list[GatheredRows]:
+        """Return, in exact mode, what the loss of each micro-batch gathers."""
         if self.exact_reducer is None or not self.exact_reducer.gathers:
             return []
-        return meet(self.forward, unwrap(self.model), self.batch, self.world)
+        return gather_rows(self.forward, unwrap(self.model), self.batch, self.world)
 
     def forward(
-        self, model: nn.Module, micro_batch: MicroBatch, meeting: Meeting | None = None
+        self, model: nn.Module, micro_batch: MicroBatch, gathered: GatheredRows | None = None
     ) -> PartialLoss:
         """Return the loss of a micro-batch, with the random streams of its place."""
         place = micro_batch.leaf.place
@@ -208,7 +208,7 @@ class _Passes:
             place,
             counts=micro_batch.counts,
             weights=self.totals,
-            meeting=meeting,
+            gathered=gathered,
             exact=self.exact_reducer is not None,
             changed_cut=self.batch.changed_cut,
         )

@@ -107,7 +107,7 @@ def divide(grads: list[Tensor], divisor: Tensor) -> None:
     torch._foreach_div_(grads, divisor.to(kind))
 
 
-def begin_momentum(optimizer: Optimizer) -> None:
+def init_momentum(optimizer: Optimizer) -> None:
     """Give the parameters of a fused SGD a momentum of 0 before their first step.
 
     Were that step skipped on the device, torch would continue with whatever lay in memory; and
