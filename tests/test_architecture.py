@@ -286,7 +286,6 @@ STILL_REPLACE = {
     "lockstep/doctor/probe.py",
     "lockstep/launch/local.py",
     "lockstep/launch/worker.py",
-    "lockstep/trainer.py",
 }
 
 

@@ -102,8 +102,20 @@ class StopRequested(BaseException):
         self.exit_code = exit_code
 
 
+_last_exit_code = 0
 _active: "StopSignals | None" = None
 _fork_hook_set = False
+
+
+def note_exit_code(code: int) -> None:
+    """Remember the exit code that a run of this process deserves: 0, or that of its signal."""
+    global _last_exit_code
+    _last_exit_code = code
+
+
+def last_exit_code() -> int:
+    """Return what `note_exit_code` was last called with: what a script is to exit with."""
+    return _last_exit_code
 
 
 class StopSignals:
@@ -113,11 +125,7 @@ class StopSignals:
     thread of ours, so it is noticed while the main thread sits in a collective.
     """
 
-    left_with = 0
-    """The exit code that the last run of this process deserves: 0, or that of what stopped it."""
-
     def __init__(self) -> None:
-
         self.requested: signal.Signals | None = None
         self.unsaved: Callable[[], str] = lambda: "the run had not reached its first step"
         """What leaving now would lose, in words; empty when everything is saved. Called from

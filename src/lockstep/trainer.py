@@ -53,7 +53,13 @@ from lockstep.run.run import Run
 from lockstep.run.saver import Saver
 from lockstep.run.skipped_steps import SkippedSteps, is_finite
 from lockstep.schedule import build_schedule
-from lockstep.signals import EXIT_CODES, EXIT_NOT_SAVED, StopRequested, StopSignals
+from lockstep.signals import (
+    EXIT_CODES,
+    EXIT_NOT_SAVED,
+    StopRequested,
+    StopSignals,
+    note_exit_code,
+)
 from lockstep.step.report import StepReport
 from lockstep.step.train_step import train_step
 from lockstep.task import Context, Task
@@ -307,7 +313,7 @@ class Trainer:
             self.events.write("stop", step, reason=name, exit_code=self.stopped_by)
         self.events.write("run_end", step, seconds=time.monotonic() - self._began)
         position.own.finish_run()
-        StopSignals.left_with = self.stopped_by
+        note_exit_code(self.stopped_by)
         folder = Path(self.run.config.output_dir)
         result = RunResult(step, self.metrics, folder, self.stopped_by, self.stop_reason)
         self._call("on_run_end", result)

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from lockstep.dist import position
 from lockstep.dist.detect import LAUNCH_ID, shows_traceback
 from lockstep.errors import LaunchError, LockstepError, plain, sentence, shown
-from lockstep.signals import StopSignals
+from lockstep.signals import last_exit_code
 
 RECORD = "end.json"
 """How a rank's script ended, and when."""
@@ -210,8 +210,8 @@ def run_script(words: Sequence[str]) -> None:
         sys.argv = list(words)
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")
-    if StopSignals.left_with:
-        sys.exit(StopSignals.left_with)
+    if last_exit_code():
+        sys.exit(last_exit_code())
 
 
 def exit_code(finished: SystemExit) -> int:
@@ -230,7 +230,7 @@ def code_of(error: BaseException) -> int:
 def note_end(code: int) -> None:
     """Tell the process group's exit function if this rank fails; a stop is agreed by all ranks."""
     runtime = sys.modules.get("lockstep.dist.process_group")  # never imported: there is no group
-    if runtime is not None and code not in (0, StopSignals.left_with):
+    if runtime is not None and code not in (0, last_exit_code()):
         runtime.note_failure()
 
 
