@@ -21,7 +21,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SRC = REPOSITORY / "src"
-RING = {"launch", "doctor", "bench", "certify", "board", "cli", "testing"}
+RING = {"launch", "harness", "rehearse", "doctor", "bench", "certify", "board", "cli", "testing"}
 
 PUBLIC_NAMES = {
     "Averaging",
@@ -635,7 +635,11 @@ MAY_COMMUNICATE = (
     "lockstep/launch/",
     "lockstep/cli/",
 )
-MAY_READ_ENVIRONMENT = (*MAY_COMMUNICATE, "lockstep_recipes/settings.py")  # what a file asks for
+MAY_READ_ENVIRONMENT = (
+    *MAY_COMMUNICATE,
+    "lockstep/harness/",  # what a started command inherits
+    "lockstep_recipes/settings.py",  # what a file asks for
+)
 
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 COLLECTIVES = {

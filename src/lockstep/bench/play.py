@@ -16,10 +16,10 @@ from lockstep.bench.link import Link, fit_link
 from lockstep.bench.part import BenchPart
 from lockstep.bench.work import Work
 from lockstep.certify.part import TRACE
-from lockstep.cli.act import Act
 from lockstep.cli.certify import Player
 from lockstep.cli.stage import reach
 from lockstep.errors import ConfigError
+from lockstep.harness.command import RunningCommand
 from lockstep.testing import free_port
 
 
@@ -44,13 +44,13 @@ class Bench(Player):
         stage = self.play(f"{ranks} x" if ranks else "as typed", part, ranks)  # type: ignore[arg-type]
         return Measured.read(stage, ranks)
 
-    def _start(self, stage: Path, ranks: int) -> list[Act]:
+    def _start(self, stage: Path, ranks: int) -> list[RunningCommand]:
         env = reach(stage, "lockstep.bench.part")
         if not ranks:
-            return [Act(self.words, env, stage / "output.txt")]
+            return [RunningCommand(self.words, env, stage / "output.txt")]
         port = free_port()
         return [
-            Act(
+            RunningCommand(
                 [*self.before(rank), *self.words],
                 env | self.variables(rank, ranks, port),
                 stage / f"output_{rank}.txt",

@@ -146,8 +146,8 @@ def measuring(
 ) -> "Iterator[Bench]":
     """Give a command a folder to be measured in; what it printed is kept only if it failed."""
     from lockstep.bench.play import Bench
-    from lockstep.cli.act import heeding_signals
     from lockstep.errors import LaunchError
+    from lockstep.harness.command import ending_on_signals
 
     print(f"measuring {what}: {' '.join(words)}", flush=True)
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
@@ -162,7 +162,7 @@ def measuring(
     folder = Path(tempfile.mkdtemp(prefix="lockstep_bench_"))
     is_kept = False
     try:
-        with heeding_signals():
+        with ending_on_signals():
             yield Bench(words, folder, limit_s=limit_s, threads=threads, tell=tell)
     except LaunchError:
         is_kept = any(folder.glob("*/output*.txt"))

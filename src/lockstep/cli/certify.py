@@ -16,11 +16,11 @@ from pathlib import Path
 
 from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
 from lockstep.certify.part import KILLED, TRACE, Part
-from lockstep.cli.act import Act, heeding_signals
 from lockstep.cli.rehearse import LAUNCHER_S, POLL_S, START_S, Told
 from lockstep.cli.run import read_counts
 from lockstep.cli.stage import reach
 from lockstep.errors import ConfigError, LaunchError
+from lockstep.harness.command import RunningCommand, ending_on_signals
 from lockstep.plan import count_ranks
 from lockstep.testing import free_port
 
@@ -74,11 +74,11 @@ class Player:
             for act in acts:
                 act.close()
 
-    def _start(self, stage: Path, ranks: int) -> list[Act]:
+    def _start(self, stage: Path, ranks: int) -> list[RunningCommand]:
         """Start the command as it was typed, or as so many ranks of one group."""
         env = reach(stage)
         if not ranks:
-            return [Act(self.words, env, stage / "output.txt")]
+            return [RunningCommand(self.words, env, stage / "output.txt")]
         # Threads share out a sum between them: as many for every number of ranks.
         env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         port = str(free_port())
@@ -87,10 +87,12 @@ class Player:
             group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             group |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             group |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            acts.append(Act(self.words, env | group, stage / f"output_{rank}.txt"))
+            acts.append(RunningCommand(self.words, env | group, stage / f"output_{rank}.txt"))
         return acts
 
-    def _follow(self, acts: Sequence[Act], stage: Path, may_be_killed: bool = False) -> str:
+    def _follow(
+        self, acts: Sequence[RunningCommand], stage: Path, may_be_killed: bool = False
+    ) -> str:
         """Wait for the end; return how it ended, or nothing if it ended well.
 
         A launcher has time to notice the kill, and may start the ranks again by itself.
@@ -99,7 +101,7 @@ class Player:
         while True:
             codes = [act.code for act in acts]
             for act in acts:
-                act.look_around()
+                act.note_children()
             if all(code == 0 for code in codes):
                 return ""
             if failed := [code for code in codes if code]:
@@ -116,13 +118,13 @@ class Player:
                 return f"nothing for {limit_s:g} s"
             time.sleep(POLL_S)
 
-    def _let_end(self, acts: Sequence[Act]) -> None:
+    def _let_end(self, acts: Sequence[RunningCommand]) -> None:
         """Let the ranks that wait for a dead one say so, and not for long."""
         deadline = time.monotonic() + OTHERS_S
         while time.monotonic() < deadline and any(act.code is None for act in acts):
             time.sleep(POLL_S)
 
-    def _failure(self, name: str, acts: Sequence[Act], ended: str) -> LaunchError:
+    def _failure(self, name: str, acts: Sequence[RunningCommand], ended: str) -> LaunchError:
         """Say why a run did not get to its end."""
         act = next((act for act in acts if act.code), acts[0])
         told, advice = Told.read(act.text), re.search(r"^\s*try: (.*)$", act.text, re.MULTILINE)
@@ -135,7 +137,7 @@ class Player:
         )
 
 
-@heeding_signals()
+@ending_on_signals()
 def certify(
     kind: str,
     words: Sequence[str],

@@ -5,15 +5,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cli.act import heeding_signals
 from lockstep.doctor.checks import examine
 from lockstep.doctor.report import Result, as_json, as_lines, exit_code, summary
 from lockstep.errors import LaunchError
+from lockstep.harness.command import ending_on_signals
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
 
-@heeding_signals()
+@ending_on_signals()
 def run_doctor(words: Sequence[str], as_json_text: bool, seconds: float) -> int:
     """Examine, print, and return the exit code: 1 if anything failed."""
     try:

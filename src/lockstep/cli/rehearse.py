@@ -24,9 +24,9 @@ from typing import Any
 
 import psutil
 
-from lockstep.cli.act import Act, children_of, heeding_signals
 from lockstep.cli.stage import GOING_ON, NOTES, build_stage
 from lockstep.errors import ConfigError, closest
+from lockstep.harness.command import RunningCommand, children_of, ending_on_signals
 from lockstep.observe.events import Event, read_events
 
 PHASES = ("start", "train", "log", "validate", "save", "kill", "resume", "finish")
@@ -113,18 +113,18 @@ class Rehearsal:
 
     def run(self) -> Report:
         """Play it, and return what was seen."""
-        act = Act(self.words, self.env, self.output)
+        act = RunningCommand(self.words, self.env, self.output)
         try:
             ended = self._follow(act, until="saved")
             if not ended:
                 self._kill(act)
                 if act.code is not None:  # no launcher that would start it again by itself
                     act.close()
-                    act = Act(self.words, self.env, self.output)
+                    act = RunningCommand(self.words, self.env, self.output)
                 ended = self._follow(act)
             self._close(act, ended)
         finally:
-            act.look_around()
+            act.note_children()
             act.close()
         return self.report
 
@@ -149,7 +149,7 @@ class Rehearsal:
             return notes
         return notes + list(read_events(run, raw=True))
 
-    def _follow(self, act: Act, until: str = "") -> str:
+    def _follow(self, act: RunningCommand, until: str = "") -> str:
         """Wait for a kind of sign; return how the command ended instead, if it did.
 
         Hung means: no sign of life for `limit_s`.
@@ -157,7 +157,7 @@ class Rehearsal:
         num_signs, last = -1, time.monotonic()
         while True:
             code = act.code
-            act.look_around()
+            act.note_children()
             signs = self._signs()
             self._look(signs)
             if any(sign["event"] == until for sign in signs):
@@ -173,7 +173,7 @@ class Rehearsal:
                 return HUNG
             time.sleep(POLL_S)
 
-    def _ask_where(self, act: Act) -> None:
+    def _ask_where(self, act: RunningCommand) -> None:
         """Have the ranks that hang, and the readers of their data, print their stacks and end."""
         pids = {note["pid"] for note in self._signs("store")}
         everyone = [psutil.Process(act.process.pid), *act.family] if act.code is None else []
@@ -184,7 +184,7 @@ class Rehearsal:
                 process.send_signal(signal.SIGABRT)
                 process.wait(STACK_S)
 
-    def _kill(self, act: Act) -> None:
+    def _kill(self, act: RunningCommand) -> None:
         """End the rank that saved as a power cut would; give its launcher time to notice."""
         saved = self._signs("saved")[0]
         (self.stage / GOING_ON).touch()
@@ -194,7 +194,7 @@ class Rehearsal:
         while act.code is None and time.monotonic() < deadline:
             if self._signs("store", after=True):
                 break  # it has started the ranks again
-            act.look_around()
+            act.note_children()
             time.sleep(POLL_S)
         took = time.time() - self.killed_at
         how = f"the command ended with {act.code} after {took:.1f} s"
@@ -248,7 +248,7 @@ class Rehearsal:
         if found and moved and max(moved) > found[0]["step"]:
             self._see("resume", f"at step {found[0]['step']} from {found[0]['path']}")
 
-    def _close(self, act: Act, ended: str) -> None:
+    def _close(self, act: RunningCommand, ended: str) -> None:
         """Judge the end."""
         signs = self._signs(after=self.killed_at is not None)
         self._look(self._signs())
@@ -353,7 +353,7 @@ def _place(frames: Sequence[tuple[str | Any, ...]]) -> str:
     return f"{Path(frames[0][0]).name}:{frames[0][1]} in {frames[0][2]}" if frames else ""
 
 
-@heeding_signals()
+@ending_on_signals()
 def rehearse(words: Sequence[str], limit_s: float, without: Sequence[str], as_json: bool) -> int:
     """Rehearse a command, print what was seen, and return the exit code."""
     if not words:

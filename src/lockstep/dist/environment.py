@@ -40,6 +40,21 @@ def callback_names() -> str:
     return os.environ.get("LOCKSTEP_CALLBACKS", "")
 
 
+def tool_folder() -> Path:
+    """Return LOCKSTEP_TOOL_FOLDER, where a tool and the callback it attached exchange files.
+
+    Raises:
+        LaunchError: it is not set.
+    """
+    folder = os.environ.get("LOCKSTEP_TOOL_FOLDER", "")
+    if not folder:
+        raise LaunchError(
+            "LOCKSTEP_TOOL_FOLDER is not set, which this callback reads",
+            "start the command through the tool: lockstep rehearse, certify, bench or doctor",
+        )
+    return Path(folder)
+
+
 def default_variable(name: str, value: str) -> None:
     """Set an environment variable that nobody has set, for libraries that read no other way."""
     os.environ.setdefault(name, value)

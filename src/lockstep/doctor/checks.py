@@ -20,13 +20,13 @@ from typing import Any
 
 import psutil
 
-from lockstep.cli.act import children_of
 from lockstep.doctor import grace, job, machine, network
 from lockstep.doctor.command import DEFAULT_PORT, Command, read_command
 from lockstep.doctor.findings import Findings
 from lockstep.doctor.machine import Driver, read_driver, visible_gpus
 from lockstep.doctor.report import Result, fail
 from lockstep.errors import LockstepError
+from lockstep.harness.command import children_of
 from lockstep.launch.worker import follow_parent
 
 MEASURE_S = 90.0

@@ -1,7 +1,7 @@
-"""A command that a verb starts, for `rehearse`, `certify` and `bench`, and its end.
+"""A command that a tool started, and its end.
 
-Owns: one start of it, all that descends from it, and that none of it outlives the verb. Does not
-own: why it was started, or when it has done enough.
+Owns: the process, all its descendants, and that none of them outlives the tool. Does not own: why
+the command was started, or when it has done enough.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from lockstep.launch.worker import follow_parent
 
 
 @contextlib.contextmanager
-def heeding_signals() -> Iterator[None]:
-    """Let SIGTERM and a hang-up end the block as Ctrl-C does: what it started is ended first."""
+def ending_on_signals() -> Iterator[None]:
+    """Leave the block on SIGTERM or SIGHUP as on Ctrl-C, so that what it started is ended first."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -34,8 +34,8 @@ def heeding_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Act:
-    """One start of the command, with everything that descends from it."""
+class RunningCommand:
+    """A started command, with everything that descends from it."""
 
     def __init__(self, words: Sequence[str], env: Mapping[str, str], output: Path) -> None:
         self.began = time.time()
@@ -55,13 +55,14 @@ class Act:
             except OSError as error:
                 raise LaunchError(
                     f"{words[0]} cannot be started: {error.strerror}",
-                    "the command after --, as you would type it; a line of shell after bash -c",
+                    "write the command after -- as you would type it; a line of shell: "
+                    "bash -c 'LINE'",
                 ) from None
         self._offset = output.stat().st_size
 
     @property
     def code(self) -> int | None:
-        """Return the exit code, once there is one."""
+        """Return the exit code, or None while it runs."""
         return self.process.poll()
 
     @property
@@ -69,15 +70,14 @@ class Act:
         """Return what it has printed."""
         return self.output.read_bytes()[self._offset :].decode(errors="replace")
 
-    def look_around(self) -> None:
-        """Remember who descends from it by now: whoever loses his parent is not found later."""
-        self.family |= (
-            set(children_of(psutil.Process(self.process.pid))) if self.code is None else set()
-        )
+    def note_children(self) -> None:
+        """List descendants now: a re-parented process cannot be found later."""
+        if self.code is None:
+            self.family |= set(children_of(psutil.Process(self.process.pid)))
 
     def close(self) -> None:
-        """End whatever is left of it."""
-        self.look_around()
+        """Kill whatever is left of it."""
+        self.note_children()
         for process in self.family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -87,7 +87,7 @@ class Act:
 
 
 def children_of(process: psutil.Process) -> list[psutil.Process]:
-    """Return all that descend from a process, none if it is gone."""
+    """Return all descendants of a process; none if it is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return list(process.children(recursive=True))
     return []
