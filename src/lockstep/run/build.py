@@ -145,7 +145,7 @@ def prepare(
         if is_stream(data) and (config.schedule.warmup_epochs or not config.checkpoint.every_steps):
             raise ConfigError(
                 "a stream of training data has no epochs to warm up by or to save after",
-                "schedule.warmup_steps and checkpoint.every_steps",
+                "set schedule.warmup_steps and checkpoint.every_steps",
             )
         return Loader(
             data,
@@ -182,7 +182,8 @@ def prepare(
     precision, is_whole = choose_precision(config.precision, world.device), not is_sharded(model)
     kind = world.device.type
     if precision == torch.float16 and not is_whole and not all(p.dim() for p in model.parameters()):
-        raise ConfigError("parallel=fsdp with fp16 needs parameters with an axis", "precision=bf16")
+        problem = "parallel=fsdp with fp16 cannot shard parameters without an axis (scalars)"
+        raise ConfigError(problem, "use precision=bf16, or make them vectors of length 1")
     run = Run(
         task=task,
         config=config,
@@ -278,7 +279,7 @@ def _settle_folder(
         raise ConfigError(
             f"{folder} holds checkpoints and no config.json: whose they are is not known, and "
             "nothing is discarded",
-            "another output_dir, or remove them yourself",
+            "use another output_dir, or remove them yourself",
         )
     try:
         is_own = checkpoint is not None and is_in(store, checkpoint)
@@ -292,7 +293,9 @@ def _settle_folder(
         text = json.dumps({"config": config.model_dump(mode="json"), **facts}, indent=2)
         replace_text(folder, "config.json", text + "\n")
     except OSError as error:
-        raise CheckpointError(f"cannot prepare {folder}: {error}", "another output_dir") from error
+        raise CheckpointError(
+            f"cannot prepare {folder}: {error}", "use another output_dir"
+        ) from error
 
 
 def _load_task_state(task: Task, checkpoint: Checkpoint) -> None:
@@ -316,7 +319,9 @@ def _held_out(task: Task) -> Any:
     """Return the held-out samples, or None when there is not one."""
     data = task.eval_data()
     if data is not None and is_stream(data):
-        raise ConfigError("held-out data need a length and an index", "a list of the samples")
+        raise ConfigError(
+            "held-out data need a length and an index", "return a list of the samples"
+        )
     return data if data is not None and len(data) else None
 
 

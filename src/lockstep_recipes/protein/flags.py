@@ -109,7 +109,7 @@ def run_folder(save_dir: str | None, output_dir: str | None) -> str:
     ('elsewhere', 'runs/b')
     """
     if save_dir and output_dir:
-        raise ConfigError("--save_dir and --output_dir name the same thing", "one of them")
+        raise ConfigError("--save_dir and --output_dir name the same thing", "pass one of them")
     if output_dir:
         return output_dir
     path = Path(save_dir or "checkpoints")

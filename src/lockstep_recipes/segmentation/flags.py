@@ -79,7 +79,8 @@ def build(argv: Sequence[str]) -> tuple[SegmentationTask, RunConfig]:
     args.output_dir = args.output_dir or f"./log/{args.model_type}"
     check_launch(args)
     if len(args.crop) > 2:
-        raise ConfigError(f"--crop_size takes one or two numbers, not {len(args.crop)}", "465")
+        problem = f"--crop_size takes one or two numbers, not {len(args.crop)}"
+        raise ConfigError(problem, "pass --crop_size 465")
     if is_rehearsal():
         rehearse(args, "res18 of width 8 at 33 px", f"{args.model_type} at {args.crop[0]} px")
         args.layers, args.width, args.crop, args.backbone_weights = 18, 8, [33], None
@@ -111,7 +112,8 @@ def check_launch(args: argparse.Namespace) -> None:
     """Refuse processes that were not asked for, another number than claimed, another place."""
     size = launched().size
     if size > 1 and not args.distributed:
-        raise ConfigError(f"{size} processes were started without --distributed", "--distributed")
+        problem = f"{size} processes were started without --distributed"
+        raise ConfigError(problem, "add --distributed")
     if args.world_size is not None and args.world_size != size:
         raise ConfigError(
             f"--world_size {args.world_size}, but {size} processes were started",
@@ -144,6 +146,6 @@ def choose_model(model_type: str | None, layers: int | None) -> tuple[str, int, 
     if layers not in (None, named):
         raise ConfigError(
             f"--layers {layers} and --model_type {model_type} disagree",
-            f"--model_type res{layers}_ASPP{found[2] or ''}",
+            f"pass --model_type res{layers}_ASPP{found[2] or ''}",
         )
     return model_type, named, found[2] is not None

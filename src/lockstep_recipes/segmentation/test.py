@@ -63,7 +63,10 @@ def load_network(path: Path) -> tuple[SegmentationNet, int]:
     checkpoint = CheckpointStore(path.parent, recipe=SegmentationTask.name).open(path)
     made = checkpoint.load("task")
     if "layers" not in made:
-        raise CheckpointError(f"{path} does not say which network it holds", "train it again")
+        raise CheckpointError(
+            f"{path} does not say which network it holds",
+            "pass a checkpoint that this recipe saved",
+        )
     void = made.pop("void")
     model = SegmentationNet(**made)
     load_model_state(model, checkpoint.load("model"))
