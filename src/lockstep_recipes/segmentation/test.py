@@ -50,7 +50,7 @@ def flags() -> Flags:
     add("--max_images", type=int, help="look at the first so many only")
     add("--output", type=Path, help="folder for masks (class indices) and pictures (colours)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--local_rank", type=int, help="accepted; the launcher's environment wins")
+    add("--local_rank", type=int, help="accepted and ignored; the launcher's environment counts")
     return parser
 
 
