@@ -164,7 +164,9 @@ class _Builder:
         """Return the held-out samples, or None when there is not one."""
         data = self.task.eval_data()
         if data is not None and is_stream(data):
-            raise ConfigError("held-out data need a length and an index", "pass a list of samples")
+            raise ConfigError(
+                "held-out data need a length and an index", "return a list of the samples"
+            )
         return data if data is not None and len(data) else None
 
     def find_checkpoint(self) -> None:
