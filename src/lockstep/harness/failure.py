@@ -18,8 +18,8 @@ class Failure:
     error: str
     place: str = ""
     functions: tuple[str, ...] = ()
-    remedy: str = "run the command by itself"
-    """What the command advised, if it did."""
+    advice: str = ""
+    """What the command itself said to try."""
 
     @property
     def is_about_saving(self) -> bool:
@@ -40,7 +40,7 @@ class Failure:
         """
         found = cls._first_error(text)
         advice = re.search(r"^\s*try: (.*)$", text, re.MULTILINE)
-        return replace(found, remedy=advice[1]) if advice else found
+        return replace(found, advice=advice[1]) if advice else found
 
     @classmethod
     def _first_error(cls, text: str) -> "Failure":
