@@ -539,7 +539,10 @@ class Trainer:
         value = self.metrics.get(evaluation.best_metric)
         if value is None:
             problem = f"evaluation.best_metric={evaluation.best_metric!r} is not measured"
-            raise ConfigError(problem, f"one of {', '.join(self.metrics) or 'none'}")
+            choices = ", ".join(self.metrics)
+            raise ConfigError(
+                problem, f"use one of {choices}" if choices else "return it from evaluate"
+            )
         sign = 1 if evaluation.best_is == "lowest" else -1
         before = math.inf if progress.best is None else sign * progress.best
         is_best = math.isfinite(value) and sign * value < before

@@ -135,7 +135,7 @@ class Crew:
             for process in set(active_children()) - before:
                 process.kill()  # or this process would wait for it when it ends
             problem = f"{num_workers} loader workers cannot be started: {error}"
-            remedy = "fewer loader.num_workers, more open files (ulimit -n), or room in /dev/shm"
+            remedy = "lower loader.num_workers, allow more open files (ulimit -n), or free /dev/shm"
             raise DataError(problem, remedy) from error
         self.processes = self._parcels._workers
         # Nor is a handler that a loader of the user's has set to know of these workers.
@@ -274,6 +274,6 @@ def _given_up(reader: LeafReader, leaf: Leaf, happened: str) -> DataError:
     names = names_of(reader.dataset, reader.order.ids(leaf.epoch, leaf.start, leaf.stop))
     return DataError(
         f"{MAX_TRIES} workers were lost at the batch of {names}; the last one {happened}",
-        "mend these samples (loader.num_workers=0 shows what they do); else fewer "
-        "loader.num_workers for want of memory, or a longer loader.timeout_s",
+        "fix these samples (loader.num_workers=0 shows what they do); if memory ran out, lower "
+        "loader.num_workers; if they are slow, raise loader.timeout_s",
     )

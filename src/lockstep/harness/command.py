@@ -18,6 +18,13 @@ import psutil
 from lockstep.errors import LaunchError
 from lockstep.launch.worker import follow_parent
 
+POLL_S = 0.05
+"""How often a tool looks how a command is doing."""
+START_S = 60.0
+"""How long a command may at least take to its first sign of life: it imports torch."""
+LAUNCHER_S = 40.0
+"""How long a launcher may take to notice that a rank is gone."""
+
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
