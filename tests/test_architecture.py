@@ -44,6 +44,8 @@ PUBLIC_NAMES = {
     "unwrap",
     "CheckpointStore",
     "read_events",
+    "file_prints",
+    "shard",
     "LockstepError",
 }
 
