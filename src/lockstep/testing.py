@@ -24,6 +24,7 @@ from lockstep.dist.detect import Launch
 from lockstep.dist.environment import leave_process
 from lockstep.dist.world import World
 from lockstep.task import Context, PartialLoss, Task
+from lockstep.torch_compat.private import COMPILER
 
 NUM_HELD = 64
 """How many of the ports it was given a process keeps others from being given."""
@@ -158,7 +159,7 @@ def run_ranks(
 @functools.cache
 def _warm_up() -> None:
     """Import here what every forked rank would otherwise import for itself."""
-    for name in ("lockstep.trainer", "torch._dynamo"):  # the latter for exact mode
+    for name in ("lockstep.trainer", COMPILER):  # the latter for exact mode
         importlib.import_module(name)
 
 

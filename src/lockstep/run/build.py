@@ -62,6 +62,7 @@ from lockstep.run.resume import (
 from lockstep.run.run import Run, versions
 from lockstep.run_files import refuse_link, refuse_shared, replace_text
 from lockstep.task import Task
+from lockstep.torch_compat.private import replay_graphs, replays_graphs
 
 SAME_FILES = (
     "build the same data on every rank: take no seed from the rank or the clock, sort file lists, "
@@ -209,9 +210,8 @@ def prepare(
         together(world, lambda: run.restore(checkpoint))
         together(world, lambda: _settle(store, checkpoint, world))
     if config.compile:
-        from torch._inductor import config as compiler
-
-        compiler.triton.cudagraphs = config.compile == "graphs"
+        stack.callback(replay_graphs, replays_graphs())
+        replay_graphs(config.compile == "graphs")
         task.compile(model)
         # What a step leaves in the memory of its graphs may be written over from the next one on,
         # and not before: gradients of several micro-batches lie there.
