@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from lockstep.torch_errors import is_peer_gone
+from lockstep.torch_compat.error_texts import is_peer_gone
 
 MAX_MESSAGE = 4000
 """Characters of a message; more of a value that somebody handed in helps nobody."""

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.certify.cut import Cut
 from lockstep.data.batch import MicroBatch, StepBatch
@@ -28,6 +27,7 @@ from lockstep.dist.ddp import unwrap
 from lockstep.dist.fsdp import gathered
 from lockstep.run.run import Run
 from lockstep.step.report import StepReport
+from lockstep.torch_compat.private import BATCH_NORMS, is_compiled
 
 Hashes = dict[str, str]
 GENERATOR = "generator "
@@ -50,7 +50,7 @@ class Tracer:
         self.gradients: Hashes = {}
         folder.mkdir(parents=True, exist_ok=True)
         self.model = unwrap(run.model)
-        if self.model._compiled_call_impl is None:  # hashing inside a graph would break it up
+        if not is_compiled(self.model):  # hashing inside a graph would break it up
             self.model.register_forward_pre_hook(self._take_inputs, with_kwargs=True)
             self.model.register_forward_hook(self._take_outputs)
         run.optimizer.register_step_pre_hook(self._take_gradients)
@@ -257,7 +257,7 @@ def _statistics(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{name}.{key}" if name else key: buffer
         for name, part in model.named_modules()
-        if isinstance(part, _BatchNorm)
+        if isinstance(part, BATCH_NORMS)
         for key, buffer in part.named_buffers(recurse=False)
     }
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.data.order import num_leaves_of
 from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError
 from lockstep.plan import BatchPlan, CutChange
+from lockstep.torch_compat.private import BATCH_NORMS, check_batch_norm_input
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.Module):
     """Normalise by the mean and variance of all ranks' micro-batches together.
 
     In evaluation it is ordinary batch normalisation. `synchronise_batch_norm` gives a layer a class
@@ -34,12 +34,21 @@ class SyncBatchNorm(_BatchNorm):
     counts = True
     """Whether this rank's micro-batch adds to the statistics; padding does not."""
     world: Collectives
+    # The layer's own.
+    eps: float
+    momentum: float | None
+    affine: bool
+    weight: Any
+    bias: Any
+    running_mean: Any
+    running_var: Any
+    num_batches_tracked: Any
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x`, (batch, channels, ...)."""
         if not self.training:
-            return super().forward(x)
-        self._check_input_dim(x)  # type: ignore[no-untyped-call]
+            return super().forward(x)  # type: ignore[no-any-return]
+        check_batch_norm_input(self, x)
         axes = [axis for axis in range(x.ndim) if axis != 1]
         shape = [1, -1] + [1] * (x.ndim - 2)
         wide = x if x.dtype == torch.float64 else x.float()  # sums of bf16 lose what they count
@@ -58,7 +67,8 @@ class SyncBatchNorm(_BatchNorm):
         scale = torch.rsqrt(variance + self.eps)
         if not self.affine:
             return (centred * scale.view(shape)).to(x.dtype)
-        return (centred * (scale * self.weight).view(shape) + self.bias.view(shape)).to(x.dtype)
+        normalised: Tensor = centred * (scale * self.weight).view(shape) + self.bias.view(shape)
+        return normalised.to(x.dtype)
 
     def _all_sum(self, local: Tensor) -> Tensor:
         """Return the sum over the ranks whose micro-batches count, carrying gradients. Collective.
@@ -72,7 +82,6 @@ class SyncBatchNorm(_BatchNorm):
     def _remember(self, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None:
             return
-        assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
@@ -98,7 +107,7 @@ def synchronised(kind: Any) -> type[SyncBatchNorm] | None:
         if kind in own.__bases__:
             return own
     # A layer without parameters yet becomes an ordinary one when it gets them.
-    if kind.forward is not _BatchNorm.forward or issubclass(kind, LazyModuleMixin):
+    if kind.forward is not nn.BatchNorm1d.forward or issubclass(kind, LazyModuleMixin):
         return None
     return type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {})
 
@@ -115,7 +124,8 @@ def synchronise_batch_norm(model: nn.Module, world: Collectives) -> None:
     layers: list[tuple[str, Any]] = [
         (name, layer)
         for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
+        if isinstance(layer, BATCH_NORMS)
+        and not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
     ]
     for name, layer in layers:
         kind: Any = type(layer)
@@ -134,7 +144,7 @@ def synchronise_batch_norm(model: nn.Module, world: Collectives) -> None:
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Say whether `model` normalises over a batch while it is trained; a frozen layer does not."""
-    return any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+    return any(isinstance(m, BATCH_NORMS) and m.training for m in model.modules())
 
 
 def synchronises_itself(model: nn.Module) -> bool:

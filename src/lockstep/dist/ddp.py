@@ -5,9 +5,7 @@ Does not own: when gradients are exchanged; the step says so. Nor a model that i
 ranks (`fsdp.py`): it has no wrapper, and averages gradients after every micro-batch.
 """
 
-import inspect
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -23,6 +21,13 @@ from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import ConfigError
 from lockstep.exact.reducer import ExactReducer
 from lockstep.observe.pace import Pace
+from lockstep.torch_compat.private import (
+    check_reducer,
+    no_buffer_sync,
+    send_zeros,
+    uncompiled,
+    without_gradient,
+)
 
 T = TypeVar("T")
 
@@ -105,11 +110,7 @@ class Replica(DistributedDataParallel):
         exchanges: "Averaging | ExactReducer",
         bucket_mb: int | None = None,
     ) -> None:
-        known = inspect.signature(DistributedDataParallel).parameters
-        renamed = "forward_sync_buffers" in known  # in torch 2.13
-        options: dict[str, Any] = {
-            "forward_sync_buffers" if renamed else "broadcast_buffers": False
-        }
+        options: dict[str, Any] = no_buffer_sync()
         super().__init__(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -117,7 +118,10 @@ class Replica(DistributedDataParallel):
             bucket_cap_mb=bucket_mb,
             **options,
         )
+        check_reducer(self)
         self.exchanges = exchanges
+        self.is_exchanged = False
+        """Whether the last bucket of a backward pass was sent: they go out in order."""
         self.pace = Pace(world.device)
         self.trained = TrainedParameters(model)
         self._known = {id(parameter) for parameter in model.parameters()}
@@ -126,6 +130,7 @@ class Replica(DistributedDataParallel):
 
         def send(exchanges: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             if bucket.is_last():
+                self.is_exchanged = True
                 pace.end()
             return exchange(exchanges, bucket)  # type: ignore[no-any-return]
 
@@ -142,6 +147,7 @@ class Replica(DistributedDataParallel):
 
     def begin_exchanges(self) -> None:
         """Count from here what a backward pass has exchanged."""
+        self.is_exchanged = False
         self.exchanges.num_sent = 0
         self.pace.begin()
 
@@ -151,16 +157,15 @@ class Replica(DistributedDataParallel):
         Raises:
             ConfigError: naming the parameters without a gradient.
         """
-        try:
-            self._check_reducer_finalized()  # type: ignore[no-untyped-call]
-            if self.exchanges.num_sent:
-                self.pace.begin()
-                return
-            problem = "no gradient was averaged: the loss calls not the model, but what is in it"
-        except RuntimeError as error:
-            told = str(error).partition("grad for rank")[2].partition("\n")[0].split()[1:9]
-            named = [name for name, p in self.module.named_parameters() if p.requires_grad]
-            problem = "a micro-batch has no gradient for " + ", ".join(named[int(i)] for i in told)
+        if self.is_exchanged:
+            self.pace.begin()
+            return
+        problem = "no gradient was averaged: the loss calls not the model, but what is in it"
+        numbers = without_gradient(self)
+        if numbers or self.exchanges.num_sent:
+            trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
+            names = ", ".join(trained[number] for number in numbers[:8])
+            problem = f"a micro-batch has no gradient for {names or 'some parameters'}"
         raise ConfigError(
             f"{problem}; the weights would differ between ranks",
             "call model(...), freeze unused parameters, or add 0 * p.sum() of others to the loss",
@@ -172,10 +177,7 @@ class Replica(DistributedDataParallel):
         The other ranks then finish the pass and can be told. Replicate the model again afterwards.
         """
         self.exchanges.has_failed = True
-        with suppress(RuntimeError):  # a backward pass has begun: it is done
-            self.reducer._rebuild_buckets()  # part of the second step's forward pass
-        for bucket in self.reducer._get_zeros_like_grad_buckets()[self.exchanges.num_sent :]:
-            self.reducer._run_comm_hook(bucket).wait()
+        send_zeros(self, self.exchanges.num_sent)
 
 
 class Averaging:
@@ -280,5 +282,5 @@ def unwrap(model: T) -> T:
 
 def replica_of(model: object) -> Replica | None:
     """Return the replica that `model` is, or that `torch.compile` has wrapped; else None."""
-    inner = getattr(model, "_orig_mod", model)  # what torch.compile keeps a module under
+    inner = uncompiled(model)
     return inner if isinstance(inner, Replica) else None

@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError
-from lockstep.torch_errors import MIXED_SHARDS
+from lockstep.torch_compat.error_texts import MIXED_SHARDS
 
 
 def shard(

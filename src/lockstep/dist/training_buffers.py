@@ -8,11 +8,11 @@ synchronised where they are used (`ddp.sync_buffers`).
 import json
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.dist.agreement import RUNNING_STATISTICS
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.ddp import all_tensors_from_first
+from lockstep.torch_compat.private import NORMS_WITH_STATISTICS, num_writes
 
 
 class TrainingBuffers:
@@ -27,7 +27,8 @@ class TrainingBuffers:
         """Where each buffer is, by its name: a forward pass may assign another tensor."""
         for above, module in model.named_modules() if world.size > 1 else ():
             for name, _ in module.named_buffers(recurse=False):
-                if not (isinstance(module, _NormBase) and name in RUNNING_STATISTICS):
+                is_norm = isinstance(module, NORMS_WITH_STATISTICS)
+                if not (is_norm and name in RUNNING_STATISTICS):
                     self._places[f"{above}.{name}" if above else name] = module, name
         self._before: dict[str, tuple[Tensor | None, int]] = {}
         self._changed: set[str] = set()
@@ -83,14 +84,7 @@ class TrainingBuffers:
         return "" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
 
     def _state(self, name: str) -> tuple[Tensor | None, int]:
-        """Return a buffer and how often it was written to.
-
-        `_version` is private to torch: autograd counts writes in place with it, to refuse a
-        backward pass through a value that is gone. There is no public name for it. A tensor made
-        in inference mode has none.
-        """
+        """Return a buffer and how often it was written to."""
         module, own_name = self._places[name]
         buffer = getattr(module, own_name, None)
-        if buffer is None or buffer.is_inference():
-            return buffer, -1
-        return buffer, buffer._version
+        return buffer, -1 if buffer is None else num_writes(buffer)

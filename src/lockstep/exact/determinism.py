@@ -14,7 +14,8 @@ import torch
 from lockstep.config import RunConfig
 from lockstep.dist.environment import default_variable
 from lockstep.errors import ConfigError
-from lockstep.torch_errors import NOT_DETERMINISTIC
+from lockstep.torch_compat.error_texts import NOT_DETERMINISTIC
+from lockstep.torch_compat.private import cut_at_buckets, cuts_at_buckets
 
 T = TypeVar("T")
 
@@ -39,8 +40,7 @@ def set_numerics(config: RunConfig, device: torch.device, stack: ExitStack) -> N
     put(fill, False, deterministic.fill_uninitialized_memory)
     if config.compile:
         # Under DDP the compiler would cut the model where buckets end: other kernels, other bits.
-        dynamo: Any = torch._dynamo.config
-        put(partial(setattr, dynamo, "optimize_ddp"), False, dynamo.optimize_ddp)
+        put(cut_at_buckets, False, cuts_at_buckets())
     if device.type == "cuda":
         default_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS adds as it pleases
         cudnn = torch.backends.cudnn

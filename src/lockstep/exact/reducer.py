@@ -20,6 +20,7 @@ from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import ConfigError
 from lockstep.exact.statistics import Statistics
 from lockstep.exact.tree import Node, TreeSum, cover, sum_nodes
+from lockstep.torch_compat.private import foreach
 
 
 class ExactReducer:
@@ -160,7 +161,7 @@ class Bucket:
         """Return gradients as one tensor, laid out as the buffer is."""
         laid = torch.zeros_like(self.buffer)
         views = [laid.as_strided(*place) for _, place in self.places]
-        torch._foreach_copy_(views, [by_parameter[id(parameter)] for parameter, _ in self.places])
+        foreach("copy_")(views, [by_parameter[id(parameter)] for parameter, _ in self.places])
         return laid
 
     def hand_out(self, world: Collectives) -> None:
@@ -171,7 +172,7 @@ class Bucket:
             # No view of the whole: a kernel may add in another order from another address.
             parameter.grad = torch.empty_like(parameter)
         grads = [p.grad for p, _ in self.places if p.grad is not None]
-        torch._foreach_copy_(grads, [whole.as_strided(*place) for _, place in self.places])
+        foreach("copy_")(grads, [whole.as_strided(*place) for _, place in self.places])
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

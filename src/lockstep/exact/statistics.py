@@ -4,13 +4,15 @@ Owns: moving them micro-batch by micro-batch, in one order for every number of r
 own: normalising.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.order import share
 from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError
+from lockstep.torch_compat.private import BATCH_NORMS, num_writes
 
 
 class Statistics:
@@ -21,7 +23,7 @@ class Statistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+        layers: list[Any] = [m for m in model.modules() if isinstance(m, BATCH_NORMS)]
         self._layers = [layer for layer in layers if layer.running_mean is not None]
         pairs = [(m.running_mean, m.running_var) for m in self._layers]
         self._values = [b for pair in pairs for b in pair if b is not None]
@@ -43,7 +45,7 @@ class Statistics:
         self.restore()
         self._before = self._read()
         self._shares = []
-        self._versions = [buffer._version for _, buffer in self._others]
+        self._versions = [num_writes(buffer) for _, buffer in self._others]
 
     def before(self, place: int) -> None:
         """Start a leaf with nothing remembered but how many leaves came before it."""
@@ -51,14 +53,14 @@ class Statistics:
         self._write(self._before)
         for layer in self._layers:
             if layer.training:
-                layer.running_mean.zero_()  # type: ignore[union-attr]
-                layer.running_var.zero_()  # type: ignore[union-attr]
-                layer.num_batches_tracked.add_(place)  # type: ignore[union-attr]
+                layer.running_mean.zero_()
+                layer.running_var.zero_()
+                layer.num_batches_tracked.add_(place)
 
     def after(self) -> None:
         """Take the leaf's share."""
         seen = zip(self._others, self._versions, strict=True)
-        changed = [name for (name, buffer), version in seen if buffer._version != version]
+        changed = [name for (name, buffer), version in seen if num_writes(buffer) != version]
         if changed:
             raise ConfigError(
                 f"the forward pass changes {', '.join(changed)}, which exact mode cannot merge",

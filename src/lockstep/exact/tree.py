@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep.data.order import share
 from lockstep.dist.collectives import Collectives
+from lockstep.torch_compat.private import foreach
 
 Node = tuple[int, int]
 """Level and index: it covers the leaves from `index << level` to `(index + 1) << level`."""
@@ -43,7 +44,7 @@ class TreeSum:
                     break  # its sibling is on another rank
                 _, left = self.nodes.pop()
                 if left:
-                    torch._foreach_add_(left, value)
+                    foreach("add_")(left, value)
                 value = left
             elif (index + 1) << level < self.num_leaves:
                 break  # its sibling is still to come
@@ -55,7 +56,7 @@ class TreeSum:
         """The sum over all leaves; a zero has no sign, for its sign depends on who added."""
         (_, value), *others = self.nodes
         assert not others, "the sum over all leaves needs all of them"
-        return list(torch._foreach_add(value, 0.0))
+        return list(foreach("add")(value, 0.0))
 
 
 @lru_cache(maxsize=4096)

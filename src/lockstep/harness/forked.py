@@ -17,6 +17,7 @@ import torch
 
 from lockstep.dist.environment import leave_process
 from lockstep.harness.ranks import free_port, rank_variables
+from lockstep.torch_compat.private import COMPILER
 
 
 def run_ranks(
@@ -61,7 +62,7 @@ def run_ranks(
 @functools.cache
 def warm_up() -> None:
     """Import here what every forked rank would otherwise import for itself."""
-    for name in ("lockstep.trainer", "torch._dynamo"):  # the latter for exact mode
+    for name in ("lockstep.trainer", COMPILER):  # the latter for exact mode
         importlib.import_module(name)
 
 

@@ -14,7 +14,7 @@ from lockstep.errors import LeftEarlyError
 from lockstep.launch.ranks import Ranks
 from lockstep.launch.worker import identity_of
 from lockstep.signals import EXIT_CODES, EXIT_NOT_SAVED
-from lockstep.torch_errors import PEER_GONE, TIMED_OUT, is_of_collective
+from lockstep.torch_compat.error_texts import PEER_GONE, TIMED_OUT, is_of_collective
 
 CRASH_LOOP = 3
 """So many times the same failure at the same step, and it is not tried again."""

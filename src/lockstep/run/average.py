@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.state import check_weights
 from lockstep.dist.fsdp import local_rows, shard_like
+from lockstep.torch_compat.private import foreach
 
 
 class Averages:
@@ -54,7 +55,7 @@ class Averages:
         copies = [copy for of_one in zip(*self.copies.values(), strict=True) for copy in of_one]
         wide = [source.detach().to(kept_in(source.dtype)) for source in self._sources]
         sources = [source for source in wide for _ in rates]
-        torch._foreach_lerp_(local_rows(copies), local_rows(sources), rates * len(self._sources))
+        foreach("lerp_")(local_rows(copies), local_rows(sources), rates * len(self._sources))
 
     @contextmanager
     def applied(self, decay: float) -> Iterator[None]:

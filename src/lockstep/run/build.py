@@ -59,6 +59,7 @@ from lockstep.run.resume import (
 from lockstep.run.run import Run, versions
 from lockstep.run_files import refuse_link, refuse_shared, replace_text
 from lockstep.task import Task
+from lockstep.torch_compat.private import replay_graphs, replays_graphs
 
 SAME_FILES = (
     "build the same data on every rank: take no seed from the rank or the clock, sort file lists, "
@@ -391,10 +392,8 @@ class _Builder:
         )
 
     def _compile(self) -> None:
-        from torch._inductor import config as compiler
-
-        graphs = self.config.compile == "graphs"
-        self.stack.enter_context(compiler.patch({"triton.cudagraphs": graphs}))
+        self.stack.callback(replay_graphs, replays_graphs())
+        replay_graphs(self.config.compile == "graphs")
         self.task.compile(self.model)
         # Graphs may overwrite the memory of an earlier step, which gradients of several
         # micro-batches share: so a step begins after an update, and nowhere else.

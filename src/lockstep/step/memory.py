@@ -14,7 +14,7 @@ from lockstep.dist.agreement import raise_together
 from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError
 from lockstep.step.reduction import Reduction
-from lockstep.torch_errors import CPU_ALLOCATOR
+from lockstep.torch_compat.error_texts import CPU_ALLOCATOR
 
 Rows = tuple[list[Tensor], list[str]]
 """What a step's passes return: a row of sums for each micro-batch, and the names in it."""

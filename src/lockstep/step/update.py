@@ -4,14 +4,13 @@ Owns: one class for each way to find out: on the host, on the GPU, or by a gradi
 not own: the gradients, nor what a run does about a skipped step (`run/skipped_steps.py`).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
 from lockstep.step.report import StepReport
+from lockstep.torch_compat.private import foreach, overflow_flags, reads_flag, step_unless
 
 
 class Update:
@@ -51,10 +50,7 @@ class GatedUpdate(Update):
 
     def step(self, optimizer: Optimizer) -> None:
         """Step; torch's fused optimizers leave the weights as they are if `found_inf` is 1."""
-        gated: Any = optimizer
-        gated.found_inf = self.flag  # as GradScaler does
-        optimizer.step()
-        gated.found_inf = None
+        step_unless(self.flag, optimizer)
 
 
 class ScaledUpdate(Update):
@@ -78,7 +74,7 @@ class ScaledUpdate(Update):
         """Divide, and let the scaler call `optimizer.step()`."""
         divide(grads, divisor)
         # The scaler looked at the gradients before they were divided by what may be NaN.
-        for found in self.scaler._found_inf_per_device(optimizer).values():
+        for found in overflow_flags(self.scaler, optimizer):
             found.copy_(torch.maximum(found, divisor.isnan()))
         self.scaler.step(optimizer)
         self.scaler.update()
@@ -91,9 +87,8 @@ def choose_update(
     flag = new_non_finite_flag(device) if flag is None else flag
     if scaler:
         return ScaledUpdate(scaler, flag)
-    # Torch's fused optimizers set this: they read `found_inf` on the GPU.
-    reads_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return GatedUpdate(flag) if device.type == "cuda" and reads_flag else Update(flag)
+    is_gated = device.type == "cuda" and reads_flag(optimizer)
+    return GatedUpdate(flag) if is_gated else Update(flag)
 
 
 def new_non_finite_flag(device: torch.device) -> Tensor:
@@ -104,7 +99,7 @@ def new_non_finite_flag(device: torch.device) -> Tensor:
 def divide(grads: list[Tensor], divisor: Tensor) -> None:
     """Divide all gradients in place; half precision would not hold the divisor."""
     kind = torch.promote_types(grads[0].dtype.to_real(), torch.float32)
-    torch._foreach_div_(grads, divisor.to(kind))
+    foreach("div_")(grads, divisor.to(kind))
 
 
 def init_momentum(optimizer: Optimizer) -> None:

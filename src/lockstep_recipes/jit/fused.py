@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from lockstep.torch_compat.private import foreach
 from lockstep_recipes.jit.kernels import (
     HAS_TRITON,
     attention_kernel,
@@ -103,7 +104,7 @@ def column_sum(partial: Tensor) -> Tensor:
 def recast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Copy tensors to another precision in one pass."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
+    foreach("copy_")(copies, tensors)
     return copies
 
 

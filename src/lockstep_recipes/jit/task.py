@@ -27,6 +27,7 @@ from lockstep.randomness import seed_all, untouched
 from lockstep.run.evaluation import evaluating
 from lockstep.run_files import replace_text
 from lockstep.task import Context, PartialLoss, Task
+from lockstep.torch_compat.private import known_options, replays_graphs
 from lockstep_recipes.jit import evaluate, text_pixels
 from lockstep_recipes.jit.data import (
     DataFormat,
@@ -143,8 +144,7 @@ def compiler_options() -> dict[str, Any]:
 
     "shape '[1024, 768]' is invalid for input of size 0".
     """
-    faulty = "triton.mix_order_reduction"
-    return {faulty: False} if faulty in torch._inductor.list_options() else {}
+    return known_options({"triton.mix_order_reduction": False})
 
 
 class JiTTask(Task):
@@ -244,8 +244,6 @@ class JiTTask(Task):
 
         Where graphs are replayed, some blocks at a time: each replay has its price.
         """
-        from torch._inductor import config as compiler
-
         from lockstep_recipes.jit import fused  # triton, where there is one: not at start
 
         assert isinstance(model, JiT)
@@ -253,9 +251,9 @@ class JiTTask(Task):
         for block in model.blocks:
             assert isinstance(block, Block)
             block.fused = fused.forward if fused.fits(block) else None
-            if not compiler.triton.cudagraphs:
+            if not replays_graphs():
                 block.compile(options=options)
-        if compiler.triton.cudagraphs:
+        if replays_graphs():
             all_fit = all(block.fused for block in model.blocks)
             through: Any = fused.go_through if all_fit else model.through
             model.through = torch.compile(through, options=options)

@@ -1,7 +1,7 @@
 """The words of torch's errors that are searched for: torch has no types for these.
 
 Owns: every such text, and what it means. Does not own: what is done about it. A new version of
-torch may change its words: `tests/test_torch_errors.py` makes real processes fail in these ways.
+torch may change its words: `tests/torch_compat/` makes real processes fail in these ways.
 """
 
 import re
@@ -20,6 +20,8 @@ MIXED_SHARDS = "mixed torch.Tensor and DTensor"
 """What FSDP2 says of a sharded parameter that is used outside the module that gathers it."""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """What follows the name of an operation under `torch.use_deterministic_algorithms`."""
+WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+"""What DDP says of the parameters, by number, that a backward pass left out."""
 CPU_ALLOCATOR = "CPUAllocator"
 """What a RuntimeError contains if the host has no memory left: only GPUs have a type for it."""
 

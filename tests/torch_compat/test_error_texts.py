@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.testing import free_port
-from lockstep.torch_errors import CPU_ALLOCATOR, NOT_DETERMINISTIC
+from lockstep.torch_compat.error_texts import CPU_ALLOCATOR, NOT_DETERMINISTIC
 
 FIT = """
 from lockstep import RunConfig, fit

@@ -1,0 +1,228 @@
+"""Private names of torch, and public ones that not every version has.
+
+Owns: every such name, and what happens if the torch in use does not have it: the slower way, or
+an error that says the name and the version. Does not own: the words of torch's errors
+(`error_texts.py`). `docs/versions.md` lists the names, and on which versions the tests ran.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError
+from lockstep.torch_compat.error_texts import WITHOUT_GRADIENT
+
+COMPILER = "torch._dynamo"
+"""The module that takes torch over a second to import, once something is compiled."""
+
+
+def needed(owner: Any, path: str, use: str) -> Any:
+    """Return what a dotted path leads to from a class, module or object of torch's.
+
+    Raises:
+        ConfigError: this torch does not have it, and there is no other way to do what it is for.
+    """
+    found = owner
+    for name in path.split("."):
+        if not hasattr(found, name):
+            where = getattr(owner, "__name__", type(owner).__name__)
+            raise ConfigError(
+                f"torch {torch.__version__} has no {where}.{path}, which lockstep needs {use}",
+                "install a version of torch that docs/versions.md lists",
+            )
+        found = getattr(found, name)
+    return found
+
+
+# --- Tensors ---------------------------------------------------------------------------------
+
+
+def foreach(operation: str) -> Callable[..., Any]:
+    """Return torch's kernel that applies an operation to a list of tensors, or a loop over them.
+
+    >>> foreach("add")([torch.ones(1), torch.zeros(1)], 2.0)
+    [tensor([3.]), tensor([2.])]
+    """
+    fused = getattr(torch, f"_foreach_{operation}", None)
+    return fused if fused is not None else _one_by_one(operation)
+
+
+def _one_by_one(operation: str) -> Callable[..., Any]:
+    """Return a loop that does what torch's kernel for lists would, to the bit."""
+
+    def loop(tensors: list[Tensor], *others: Any) -> list[Tensor]:
+        columns = (other if isinstance(other, list) else [other] * len(tensors) for other in others)
+        rows = zip(tensors, *columns, strict=True)
+        return [getattr(tensor, operation)(*operands) for tensor, *operands in rows]
+
+    return loop
+
+
+def num_writes(tensor: Tensor) -> int:
+    """Return how often a tensor was written to in place, as autograd counts; -1 if nobody does.
+
+    Nobody counts for a tensor that was made in inference mode.
+    """
+    if tensor.is_inference():
+        return -1
+    needed(Tensor, "_version", "to see which buffers a step changes")
+    return tensor._version
+
+
+# --- Modules ---------------------------------------------------------------------------------
+
+
+def base_of(*layers: type[nn.Module]) -> tuple[type[nn.Module], ...]:
+    """Return the class that these layers share, which is private; if they share none, the layers.
+
+    Layers of other packages may be of that class, and of none of these.
+    """
+    bases = layers[0].__mro__
+    shared = next(base for base in bases if all(issubclass(layer, base) for layer in layers))
+    return layers if shared is nn.Module else (shared,)
+
+
+BATCH_NORMS = base_of(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""What `isinstance` takes to find batch normalisation of any kind."""
+NORMS_WITH_STATISTICS = (*BATCH_NORMS, *base_of(nn.InstanceNorm1d, nn.InstanceNorm2d))
+"""The same for every layer that may keep running statistics."""
+
+
+def check_batch_norm_input(layer: nn.Module, x: Tensor) -> None:
+    """Refuse a tensor with other axes than a layer of batch normalisation takes.
+
+    A torch without this check leaves it to whoever calls the layer in evaluation.
+    """
+    check = getattr(layer, "_check_input_dim", None)
+    if check is not None:
+        check(x)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether `module.compile()` was called; no, if this torch does not tell."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def uncompiled(module: Any) -> Any:
+    """Return the module that `torch.compile` was given, or `module` itself if it is not compiled.
+
+    Raises:
+        ConfigError: it is compiled, and this torch keeps the module elsewhere.
+    """
+    if type(module).__name__ != "OptimizedModule":
+        return module
+    return needed(module, "_orig_mod", "to find the module that torch.compile was given")
+
+
+# --- DistributedDataParallel -----------------------------------------------------------------
+
+REDUCER_METHODS = ("_rebuild_buckets", "_get_zeros_like_grad_buckets", "_run_comm_hook")
+
+
+def no_buffer_sync() -> dict[str, bool]:
+    """Return the option by which a forward pass leaves buffers alone; torch 2.13 renamed it."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    renamed = "forward_sync_buffers" in known
+    return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+
+
+def check_reducer(model: DistributedDataParallel) -> None:
+    """Refuse, before training, a torch with which `send_zeros` could not work."""
+    for method in REDUCER_METHODS:
+        needed(model, f"reducer.{method}", "when a step fails on one rank of several")
+
+
+def zero_buckets(model: DistributedDataParallel) -> Any:
+    """Return the buckets in which gradients travel, filled with zeros."""
+    return model.reducer._get_zeros_like_grad_buckets()
+
+
+def send_zeros(model: DistributedDataParallel, num_sent: int) -> None:
+    """Send zeros for the buckets of a backward pass that failed after it had sent `num_sent`."""
+    with suppress(RuntimeError):  # a backward pass has begun: it is done
+        model.reducer._rebuild_buckets()  # part of the second step's forward pass
+    for bucket in zero_buckets(model)[num_sent:]:
+        model.reducer._run_comm_hook(bucket).wait()
+
+
+def without_gradient(model: DistributedDataParallel) -> list[int]:
+    """Return which trained parameters the last backward pass left without a gradient.
+
+    None are named if all have one, and if this torch does not tell or tells in other words.
+    """
+    check = getattr(model, "_check_reducer_finalized", None)
+    if check is None:
+        return []
+    try:
+        check()
+    except RuntimeError as error:
+        found = WITHOUT_GRADIENT.search(str(error))
+        return [int(number) for number in found[1].split()] if found else []
+    return []
+
+
+# --- Optimizers ------------------------------------------------------------------------------
+
+
+def reads_flag(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer looks on the GPU whether to step, as torch's fused ones do.
+
+    If torch no longer says so, the host looks: right as well, and slower.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_unless(flag: Tensor, optimizer: Optimizer) -> None:
+    """Let an optimizer that `reads_flag` step unless the flag is 1."""
+    gated: Any = optimizer
+    gated.found_inf = flag  # as GradScaler does
+    optimizer.step()
+    gated.found_inf = None
+
+
+def overflow_flags(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
+    """Return the flags, one on each device, by which a scaler skips a step that overflowed."""
+    flags = needed(scaler, "_found_inf_per_device", "to skip a step in fp16: train in bf16 or fp32")
+    return list(flags(optimizer).values())
+
+
+# --- Compiler --------------------------------------------------------------------------------
+
+
+def cuts_at_buckets() -> bool:
+    """Say whether the compiler cuts a replicated model where buckets of gradients end."""
+    path = "_dynamo.config.optimize_ddp"
+    return bool(needed(torch, path, "to compile in exact mode"))
+
+
+def cut_at_buckets(is_cut: bool) -> None:
+    """Have the compiler cut a replicated model where buckets of gradients end, or not."""
+    from torch._dynamo import config as compiler
+
+    compiler.optimize_ddp = is_cut
+
+
+def replays_graphs() -> bool:
+    """Say whether compiled code is recorded as CUDA graphs, and replayed."""
+    path = "_inductor.config.triton.cudagraphs"
+    return bool(needed(torch, path, "to set whether compiled code runs as CUDA graphs"))
+
+
+def replay_graphs(is_replayed: bool) -> None:
+    """Have compiled code recorded as CUDA graphs, or not."""
+    from torch._inductor import config as compiler
+
+    compiler.triton.cudagraphs = is_replayed
+
+
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return those options of `torch.compile` that this torch knows; none if it does not tell."""
+    listed = getattr(torch._inductor, "list_options", list)
+    return {name: value for name, value in options.items() if name in listed()}
