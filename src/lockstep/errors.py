@@ -12,6 +12,8 @@ LockstepError
 ├── LeftEarlyError     the script called exit() inside a run
 ├── OtherRankError     another rank raised an exception that is not one of these
 └── FolderInUseError   a live run already writes here
+
+StopRequested stands apart: it is no error, and carries a stop to every rank.
 """
 
 import difflib
@@ -124,6 +126,17 @@ class OtherRankError(LockstepError):
 
 class FolderInUseError(LockstepError):
     """A live run already writes here."""
+
+
+class StopRequested(BaseException):
+    """Leaves an evaluation on every rank, because one of them was asked to stop.
+
+    Derived from BaseException so that a task's `except Exception` does not swallow it.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
 def say_errors_in_a_sentence() -> None:

@@ -66,16 +66,9 @@ def set_all(seed: int) -> None:
 
 
 def set_others(seed: int) -> None:
-    """Likewise NumPy and Python's `random`, which take 6 us together."""
+    """Likewise NumPy and Python's `random`."""
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
-
-
-def others_were_used(seed: int) -> bool:
-    """Say whether NumPy or Python's `random` was drawn from since it was seeded by `seed`."""
-    found = random.random(), np.random.random_sample()
-    set_others(seed)
-    return found != (random.random(), np.random.random_sample())
 
 
 _spare: list[np.random.MT19937] = []

@@ -91,17 +91,6 @@ class Hearing:
         return meaning
 
 
-class StopRequested(BaseException):
-    """Leaves an evaluation on every rank, because one of them was asked to stop.
-
-    Derived from BaseException so that a task's `except Exception` does not swallow it.
-    """
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
-
-
 _last_exit_code = 0
 _active: "StopSignals | None" = None
 _fork_hook_set = False

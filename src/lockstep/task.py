@@ -7,7 +7,7 @@ not own: batches, ranks, devices, steps. The core never looks inside a batch.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,13 @@ from torch.utils.data import default_collate
 
 from lockstep.data.order import Order
 from lockstep.dist.agreement import agree_to_continue
-from lockstep.dist.world import World
 from lockstep.errors import ConfigError
 from lockstep.exact.contrastive import GatheredRows
 from lockstep.plan import Contract, CutChange
 from lockstep.randomness import keyed_generator
+
+if TYPE_CHECKING:
+    from lockstep.dist.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class PartialLoss:
 class Context:
     """What a loss may know beside its model and its batch."""
 
-    world: World
+    world: "World"
     seed: int
     step: int
     """Weight updates made so far."""
@@ -158,7 +160,7 @@ class Task:
         """Return the order to visit `data` in; None shuffles it anew every epoch."""
         return None
 
-    def banner(self, world: World, contract: Contract) -> list[str]:
+    def banner(self, world: "World", contract: Contract) -> list[str]:
         """Return further lines for the first rank to print before the first step."""
         return []
 

@@ -39,6 +39,7 @@ from lockstep.errors import (
     LockstepError,
     OtherRankError,
     OutOfMemoryError,
+    StopRequested,
     TrainedParametersError,
     own_exit_code,
 )
@@ -56,7 +57,6 @@ from lockstep.schedule import build_schedule
 from lockstep.signals import (
     EXIT_CODES,
     EXIT_NOT_SAVED,
-    StopRequested,
     StopSignals,
     note_exit_code,
 )

@@ -22,7 +22,7 @@ from lockstep.bench.play import Bench, Measured
 from lockstep.bench.probe import Probe
 from lockstep.bench.report import Scaling, alone_s, limit_of
 from lockstep.cli.main import main
-from lockstep.observe.pace import Clock
+from lockstep.dist.pace import Clock
 from lockstep.plan import BatchConfig, plan_batches
 from lockstep.testing import FakeWorld, ManualClock
 

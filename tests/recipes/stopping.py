@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import World
-from lockstep.signals import StopRequested
+from lockstep.errors import StopRequested
 from lockstep.task import Context, Task
 from lockstep.testing import run_ranks
 

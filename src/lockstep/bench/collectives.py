@@ -53,8 +53,8 @@ def measure_collectives(ranks: int) -> Collectives:
 
 def _be_measured() -> tuple[str, str, list[tuple[int, float]]]:
     from lockstep.bench.probe import time_sizes
+    from lockstep.dist.pace import Clock
     from lockstep.dist.world import World
-    from lockstep.observe.pace import Clock
 
     with World.enter() as world:
         return str(world.backend), world.device.type, time_sizes(world, Clock(world.device))

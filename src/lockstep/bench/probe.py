@@ -24,9 +24,9 @@ from lockstep.bench.part import WARMUP_STEPS, BenchPart
 from lockstep.dist import ddp as parallel
 from lockstep.dist.collectives import GradBucket
 from lockstep.dist.ddp import unwrap
+from lockstep.dist.pace import Clock
 from lockstep.dist.world import World
 from lockstep.errors import ConfigError
-from lockstep.observe.pace import Clock
 from lockstep.run.run import Run
 
 BLOCK = 4

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import generation
@@ -50,6 +50,7 @@ from lockstep.dist.environment import rehearsal_folder
 from lockstep.dist.same_state import check_registered, check_same_weights
 from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, closest
+from lockstep.nested import tensors_in
 
 _log = logging.getLogger("lockstep")
 
@@ -512,9 +513,7 @@ class CheckpointStore:
         for link in self._entries():
             if not link.is_symlink() or os.path.exists(link.path):
                 continue
-            if STEP_FOLDER.fullmatch(
-                link.name
-            ):  # its disk is not there; nothing else stands for it
+            if STEP_FOLDER.fullmatch(link.name):  # its disk is not there; nothing stands for it
                 continue
             target = os.path.basename(os.readlink(link.path))
             if STEP_FOLDER.fullmatch(target):
@@ -664,20 +663,9 @@ def _check_parameters_are_saved(objects: Mapping[str, Any]) -> None:
             trained = [p for group in optimizer.param_groups for p in group["params"]]
             if any(id(p) not in known for p in trained):
                 rest = [o.state_dict() for o in others if not isinstance(o, nn.Module)]
-                places = {tensor.data_ptr() for tensor in _tensors(rest)}
+                places = {tensor.data_ptr() for tensor in tensors_in(rest)}
                 known |= {id(p) for p in trained if places and p.data_ptr() in places}
             check_registered(optimizer, known, f"what is saved with {name}", remedy)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested mappings and lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _is_stale(checkpoint: Checkpoint, newest: generation.Generation | None) -> bool:

@@ -18,8 +18,7 @@ from torch import Tensor
 from lockstep import errors
 from lockstep.data.contents import contents_of, same_contents
 from lockstep.dist.collectives import Collectives
-from lockstep.errors import ConfigError, LockstepError, OtherRankError
-from lockstep.signals import StopRequested
+from lockstep.errors import ConfigError, LockstepError, OtherRankError, StopRequested
 
 T = TypeVar("T")
 

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from lockstep.dist.collectives import Collectives, GradBucket
 from lockstep.dist.fsdp import is_sharded
+from lockstep.dist.pace import Pace
 from lockstep.dist.same_state import check_registered, check_same_model
 from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import ConfigError
 from lockstep.exact.reducer import ExactReducer
-from lockstep.observe.pace import Pace
 from lockstep.torch_compat.private import (
     check_reducer,
     no_buffer_sync,

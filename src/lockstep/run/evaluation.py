@@ -21,9 +21,9 @@ from lockstep.data.order import share
 from lockstep.dist.agreement import agree_to_continue, together
 from lockstep.dist.fsdp import is_sharded
 from lockstep.dist.world import World
+from lockstep.errors import StopRequested
 from lockstep.exact.tree import TreeSum, sum_nodes
 from lockstep.randomness import seed_everything
-from lockstep.signals import StopRequested
 from lockstep.step.partial import as_partial, number
 from lockstep.task import Context, PartialLoss, Task
 

@@ -23,10 +23,10 @@ from lockstep.data.reader import is_stream
 from lockstep.dist.batch_norm import has_batch_norm, synchronises_itself
 from lockstep.dist.ddp import own_seconds
 from lockstep.dist.fsdp import is_sharded
+from lockstep.dist.pace import slow_rank
 from lockstep.exact.determinism import changes
 from lockstep.observe.console import Console
 from lockstep.observe.events import EventLog
-from lockstep.observe.pace import slow_rank
 from lockstep.observe.sinks import Sinks
 from lockstep.observe.throughput import Throughput
 from lockstep.run.resume import describe_cut, warnings_of

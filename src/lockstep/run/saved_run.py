@@ -152,7 +152,7 @@ def _check_fields(kind: type[Any], values: Any, path: str) -> None:
 def _check_progress(state: Any, checkpoint: Checkpoint) -> None:
     if not isinstance(state, dict):
         raise ValueError(f"it is {in_brief(state)}, not a dict")
-    known = {field.name for field in fields(Progress)} - {"pending", "bad"}
+    known = {field.name for field in fields(Progress)} - {"pending", "non_finite_step"}
     if unknown := [key for key in state if key not in known]:
         raise ValueError(f"{in_brief(unknown[0])} is unknown")
     if missing := {"step", "consumed", "ledger", "interval", "epoch"} - state.keys():

@@ -69,6 +69,9 @@ def number(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def constant(value: float, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return a plain number; most are the size of a batch, and made once. Not to be changed."""
-    return torch.full((), value, dtype=dtype, device=device)
+def constant(value: float, device: torch.device) -> Tensor:
+    """Return a plain number as a tensor; do not change it.
+
+    Most are the size of a batch: kept, they are copied to a GPU once, and not in every step.
+    """
+    return torch.full((), value, dtype=torch.float64, device=device)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from lockstep.dist import position
 from lockstep.dist.batch_norm import padding, refuse_other_cut, refuse_padding
 from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.trained import TrainedParameters
-from lockstep.dist.world import World
 from lockstep.errors import LockstepError
 from lockstep.exact.contrastive import GatheredRows, gather_rows
 from lockstep.exact.reducer import ExactReducer
@@ -32,6 +31,9 @@ from lockstep.step.reduction import Reduction, choose_reduction
 from lockstep.step.report import StepReport
 from lockstep.step.update import Update, choose_update, init_momentum
 from lockstep.task import Context, PartialLoss
+
+if TYPE_CHECKING:
+    from lockstep.dist.world import World
 
 Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
 """A task's `loss`, or any function of the same shape."""
@@ -44,7 +46,7 @@ def train_step(
     model: nn.Module,
     optimizer: Optimizer,
     batch: StepBatch,
-    world: World,
+    world: "World",
     *,
     weights: Weights | None = None,
     seed: int = 0,
@@ -155,7 +157,7 @@ class _Passes:
     loss: Loss
     model: nn.Module
     batch: StepBatch
-    world: World
+    world: "World"
     reduction: Reduction
     update: Update
     trained: TrainedParameters | None
@@ -218,7 +220,7 @@ class _Passes:
 
 
 def all_weights(
-    weights: Weights, batch: StepBatch, world: World, seed: int, reduction: Reduction
+    weights: Weights, batch: StepBatch, world: "World", seed: int, reduction: Reduction
 ) -> dict[str, Tensor]:
     """Return the step's total weight of each term of the loss. Collective."""
     rows = []

@@ -1,0 +1,42 @@
+"""Tensors in nested dicts, lists, tuples and named tuples: batches, samples and states.
+
+Owns: walking such a tree. Does not own: trees of checkpoints, which hold plain values too and
+refuse all else (`checkpoint/state.py`), nor hashing a sample (`data/contents.py`).
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return `tree` with every tensor changed; containers keep their types.
+
+    >>> map_tensors(Tensor.neg, {"x": [Tensor([1.0]), "name"]})
+    {'x': [tensor([-1.]), 'name']}
+    """
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        changed = copy.copy(tree)  # whatever kind of dict it is
+        changed.update((key, map_tensors(change, value)) for key, value in tree.items())
+        return changed
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(change, value) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_tensors(change, value) for value in tree)
+    return tree
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of `tree`, from left to right."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from tensors_in(value)
