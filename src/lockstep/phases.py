@@ -1,7 +1,7 @@
-"""Which phase of a step this rank is in, and who is told when it changes.
+"""The phase of a step that this rank is in, and listeners for its changes.
 
-Owns: the names of the phases. Does not own: where they begin and end (the loader, `train_step` and
-the trainer say so), nor what a listener makes of them.
+Owns: the names of the phases. Does not own: where they begin and end, which the loader,
+`train_step` and the trainer decide, or what a listener does.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ Phase = Literal["data", "forward", "backward", "exchange", "update", "evaluate",
 """Waiting for data, the passes of a micro-batch, waiting for the gradients and sums of all ranks,
 the optimizer step, an evaluation, a checkpoint. On a GPU these are the times of the host."""
 Listener = Callable[[Phase, bool], None]
-"""Is called with a phase, and with whether it begins or ends."""
+"""Called with a phase, and whether it begins."""
 
 
 class Phases:
-    """The phase of one rank: `with world.phase("forward"):`."""
+    """The current phase of one rank: `with world.phase("forward"):`."""
 
     def __init__(self) -> None:
         self.current: Phase | None = None
@@ -24,8 +24,9 @@ class Phases:
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
-        """Return the block that is this phase; a phase may lie within another."""
-        outer, self.current = self.current, phase
+        """Enter a phase for the duration of a block; phases may be nested."""
+        outer = self.current
+        self.current = phase
         for listener in self.listeners:
             listener(phase, True)
         try:

@@ -1,7 +1,7 @@
-"""The doubles we test with, for users too: ranks, a world, a task, a clock.
+"""Test doubles, also for users: ranks, a world, a task, a clock.
 
-`run_ranks` starts real processes in a real gloo group, forked from one that has
-imported torch already, so that hundreds of such tests fit in minutes.
+`run_ranks` starts real processes in a real gloo group. They are forked from one that has already
+imported torch, so that hundreds of such tests take minutes.
 """
 
 import functools
@@ -26,12 +26,12 @@ from lockstep.dist.world import World
 from lockstep.task import Context, PartialLoss, Task
 
 NUM_HELD = 64
-"""How many of the ports it was given a process keeps others from being given."""
+"""Number of its latest ports that a process keeps reserved."""
 _held: deque[int] = deque()
 
 
 class FakeWorld(World):
-    """A rank of any size without a group: collectives see this rank alone."""
+    """A rank without a group: collectives see only this rank."""
 
     def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu") -> None:
         launch = Launch(rank=rank, size=size, local_rank=rank, local_size=size, launcher="fake")
@@ -46,11 +46,11 @@ class FakeWorld(World):
         return list(values)
 
     def all_texts(self, text: str) -> list[str]:
-        """Return this rank's text, as if every rank had said it."""
+        """Return this rank's text, as if every rank had given it."""
         return [text] * self.size
 
     def all_lengths(self, length: int) -> list[int]:
-        """Return this rank's number, as if every rank had said it."""
+        """Return this rank's number, as if every rank had given it."""
         return [length] * self.size
 
     def all_gather(self, local: Tensor) -> Tensor:
@@ -74,10 +74,10 @@ class ManualClock:
 
 
 class TinyTask(Task):
-    """A regression in float64 whose units fall unevenly on samples; some samples have none.
+    """A regression in float64 in which samples have different numbers of units; some have none.
 
-    The loss of a sample is weighed by 0 to 3 units, so ranks and micro-batches
-    rarely agree on their weight, and a mean of means is visibly wrong.
+    The loss of a sample is weighted by 0 to 3 units, so ranks and micro-batches rarely have the
+    same weight, and a mean of means is visibly wrong.
     """
 
     name = "tiny"
@@ -121,8 +121,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run `action(*args)` in `num_ranks` forked processes and return what each returned.
 
-    Each process finds the launch variables of its rank and calls `World.enter`
-    itself. If one fails, the others are ended and its traceback is raised here.
+    Each process has the launch variables of its rank and calls `World.enter` itself. If one
+    fails, the others are terminated and its traceback is raised here.
     """
     _warm_up()
     context = multiprocessing.get_context("fork")
@@ -138,11 +138,11 @@ def run_ranks(
     try:
         for rank, (_, receiver) in enumerate(children):
             if not receiver.poll(timeout_s):
-                raise TimeoutError(f"rank {rank} said nothing for {timeout_s} s")
+                raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
             try:
                 ok, value = receiver.recv()
             except EOFError:
-                raise RuntimeError(f"rank {rank} died without a word") from None
+                raise RuntimeError(f"rank {rank} died without an error message") from None
             if not ok:
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
             results.append(value)
@@ -157,7 +157,7 @@ def run_ranks(
 
 @functools.cache
 def _warm_up() -> None:
-    """Import here what every forked rank would otherwise import for itself."""
+    """Import here what every forked rank would otherwise import itself."""
     for name in ("lockstep.trainer", "torch._dynamo"):  # the latter for exact mode
         importlib.import_module(name)
 
@@ -182,12 +182,12 @@ def _be_rank(
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, and that no other caller is given for a while.
+    """Return a free port that no other caller gets for a while.
 
-    Who gets a port holds an abstract socket of the same number, until it ends or has asked for
-    many more: so two processes that ask at the same time get different ports, and no file is
-    left behind. The ports lie below the range from which the kernel picks ports itself, so no
-    connection takes one between this call and its use.
+    The caller holds an abstract socket named after the port, until it exits or has asked for
+    many more. So processes that ask at the same time get different ports, and no file is left
+    behind. The ports are below the kernel's ephemeral range, so no connection takes one before
+    it is used.
     """
     end = _first_ephemeral_port()
     begin = end // 2
