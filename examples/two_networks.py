@@ -4,9 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
-from lockstep import CheckpointStore, Loader, World, train_step
-from lockstep.data.loader import plan_for
-from lockstep.plan import BatchConfig
+from lockstep import BatchConfig, CheckpointStore, Loader, World, plan_for, train_step
 
 torch.manual_seed(0)
 dataset = list(torch.randn(128, 2) * 0.5 + 2)

@@ -3,12 +3,13 @@
 import importlib.util
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from lockstep import (
 from lockstep.callback import Callbacks, RunView, load_callbacks
 from lockstep.data.batch import StepBatch
 from lockstep.errors import ConfigError
+from lockstep.phases import BuildPhase
 from lockstep.step.report import StepReport
 from lockstep.testing import TinyTask, run_ranks
 
@@ -324,13 +326,14 @@ def example() -> Any:
 
 def run_example(folder: Path, patience: int) -> list[Any]:
     module = example()
-    config = RunConfig(output_dir=str(folder / "run"), epochs=4, log_every=4, device="cpu")
+    os.chdir(folder)
+    config = RunConfig(output_dir="run", epochs=4, log_every=4, device="cpu")
     config = config.with_overrides(["sinks.curves=false", "rate.lr=1e-30"])  # so it never improves
     callbacks = [
         module.EarlyStopping(patience=patience),
         module.LearningRates(),
-        module.GradientNorms(),
-        module.TextLogger(str(folder / "metrics.txt")),
+        module.GradientHistogram(),
+        module.LibraryLogger(module.write_line, every=2),
     ]
     result = fit(module.Waves(), config, callbacks)
     return [result.step, result.stop_reason]
@@ -345,9 +348,21 @@ def test_the_examples_of_the_documentation_work(num_ranks: int, tmp_path: Path) 
     assert run_ranks(num_ranks, run_example, tmp_path, 2) == stopped  # and stays stopped
     logged = next(e["logged"] for e in read_events(tmp_path / "run") if "logged" in e)
     assert logged["learning_rate/group_0"] == 1e-30
-    assert any(name.startswith("gradient/") for name in logged)
+    shares = [value for name, value in logged.items() if name.startswith("gradient/")]
+    assert len(shares) == 10
+    assert sum(shares) == pytest.approx(1)
     lines = (tmp_path / "metrics.txt").read_text().splitlines()
-    assert lines[0].startswith(f"{step // 3} ")
+    assert lines[0].startswith("2 {'train/loss'")
+    assert any(line.startswith(f"{step // 3} {{'held_out/loss'") for line in lines)
+
+
+def test_the_documentation_shows_the_examples_as_they_are() -> None:
+    page = (EXAMPLE.parents[1] / "docs" / "callbacks.md").read_text()
+    shown = re.findall(r"^```python\n(class .*?)^```", page, re.MULTILINE | re.DOTALL)
+    code = EXAMPLE.read_text()
+    classes = set(re.findall(r"^class (\w+)\(Callback\)", code, re.MULTILINE))
+    assert {re.match(r"class (\w+)", block)[1] for block in shown} == classes  # type: ignore[index]
+    assert all(f"\n{block}" in code for block in shown)
 
 
 # --- A loop around train_step, without a trainer -----------------------------------
@@ -527,7 +542,8 @@ def test_listeners_are_told_of_every_phase_in_order(tmp_path: Path) -> None:
     assert begun.count("update") == NUM_STEPS
     assert begun.count("evaluate") == 2
     assert begun.count("save") == 3
-    assert begun[:6] == ["data", "forward", "backward", "forward", "backward", "exchange"]
+    assert begun[:5] == list(get_args(BuildPhase))
+    assert begun[5:11] == ["data", "forward", "backward", "forward", "backward", "exchange"]
     depth = 0
     for _, begins in heard:
         depth += 1 if begins else -1

@@ -17,6 +17,7 @@ import torch
 
 from lockstep import RunConfig
 from lockstep.errors import ConfigError
+from lockstep.plan import BatchConfig, RateConfig, plan_batches, scaled_rate
 from lockstep.testing import TinyTask
 from lockstep_recipes.command import Flags
 from lockstep_recipes.jit.flags import flags
@@ -212,10 +213,88 @@ def test_the_loop_that_is_shown_trains_and_so_does_the_average_that_is_put_into_
         assert (tmp_path / name / "checkpoints" / "step_00000001").exists()
 
 
-def test_links_lead_somewhere() -> None:
-    for page in [*PAGES, *ROOT.glob("recipes/*/README.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub makes of a heading."""
+    words = re.sub(r"[`*]|\]\([^)]*\)", "", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the links of a page to files or headings that are not there."""
+    broken = []
+    for target in re.findall(r"\]\(([^):]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        text = linked.read_text() if linked.suffix == ".md" and linked.exists() else ""
+        headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+        if not linked.exists() or (anchor and anchor not in map(slug, headings)):
+            broken.append(target)
+    return broken
+
+
+def linking_pages() -> list[Path]:
+    return [*PAGES, *ROOT.glob("recipes/*/README.md")]
+
+
+@pytest.mark.parametrize(
+    "page", linking_pages(), ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert not broken_links(page)
+
+
+def test_a_broken_link_would_be_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `title`, here\n[a](#a-title-here) [b](#other) [c](gone.md) [d](page.md#x)")
+    assert broken_links(page) == ["#other", "gone.md", "page.md#x"]
+
+
+# --- The tables of the guides are what `lockstep plan` computes ----------------
+
+
+def table_rows(page: Path, columns: int) -> list[list[str]]:
+    """Return the rows of numbers, `| 1 | ...`, of the page's tables with so many columns."""
+    rows = re.findall(r"^\| (.*) \|$", page.read_text(), re.MULTILINE)
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    return [row for row in cells if len(row) == columns]
+
+
+def table_faults(page: Path) -> list[str]:
+    """Return the rows of a guide's three tables that `plan` would write otherwise."""
+    faults = []
+    for row in table_rows(page, 4):
+        if row[0].isdigit() and row[1] == str(4 * int(row[0])):
+            plan = plan_batches(BatchConfig(batch_size=4), 29_500, int(row[0]))
+            if row[1:] != [str(n) for n in (plan.total_batch, plan.steps_per_epoch, plan.dropped)]:
+                faults.append(" ".join(row))
+        elif row[0][0].isdigit() and all(cell.isdigit() for cell in row[1:]):
+            config = BatchConfig(batch_size=int(row[1]), accumulate=int(row[2]))
+            if plan_batches(config, 29_500, int(row[0][0])).global_batch != int(row[3]):
+                faults.append(" ".join(row))
+    for row in table_rows(page, 6):
+        rule = re.match(r"`(none|linear|sqrt|batch)`", row[0])
+        if rule:
+            rate = RateConfig(lr=5e-4, lr_scaling=rule[1], reference_batch=4)  # type: ignore[arg-type]
+            rates = [scaled_rate(rate, n, 4 * n) for n in (1, 2, 4, 8)]
+            if [float(cell) for cell in row[2:]] != [float(f"{r:.3g}") for r in rates]:
+                faults.append(" ".join(row))
+    return faults
+
+
+@pytest.mark.parametrize("name", ["guide.md", "guide.zh.md"])
+def test_the_tables_of_the_guides_are_those_of_plan(name: str, tmp_path: Path) -> None:
+    guide = ROOT / "docs" / name
+    assert not table_faults(guide)
+    planted = tmp_path / name
+    wrong = {
+        "| 3687 |": "| 3688 |",
+        "| 32 | 4 | 128 |": "| 32 | 4 | 64 |",
+        "| 7.07e-4 |": "| 7.7e-4 |",
+    }
+    for right, other in wrong.items():
+        assert right in guide.read_text()
+        planted.write_text(guide.read_text().replace(right, other))
+        assert table_faults(planted), right
 
 
 def test_a_broken_command_would_be_found(tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from lockstep.callback import Callback
     from lockstep.checkpoint.store import CheckpointStore
     from lockstep.config import RunConfig
+    from lockstep.data.fingerprint import file_prints
     from lockstep.data.loader import Loader, plan_for
     from lockstep.dist.ddp import Averaging, unwrap
+    from lockstep.dist.fsdp import shard
     from lockstep.dist.world import World
     from lockstep.errors import LockstepError
     from lockstep.observe.events import read_events
@@ -42,10 +44,12 @@ _HOMES = {
     "Task": "lockstep.task",
     "Trainer": "lockstep.trainer",
     "World": "lockstep.dist.world",
+    "file_prints": "lockstep.data.fingerprint",
     "fit": "lockstep.trainer",
     "plan_for": "lockstep.data.loader",
     "prepare": "lockstep.run.build",
     "read_events": "lockstep.observe.events",
+    "shard": "lockstep.dist.fsdp",
     "train_step": "lockstep.step.train_step",
     "unwrap": "lockstep.dist.ddp",
 }
@@ -66,10 +70,12 @@ __all__ = [
     "Task",
     "Trainer",
     "World",
+    "file_prints",
     "fit",
     "plan_for",
     "prepare",
     "read_events",
+    "shard",
     "train_step",
     "unwrap",
 ]

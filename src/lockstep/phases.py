@@ -1,6 +1,6 @@
-"""The phase of a step that this rank is in, and listeners for its changes.
+"""The phase of a run that this rank is in, and listeners for its changes.
 
-Owns: the names of the phases. Does not own: where they begin and end, which the loader,
+Owns: the names of the phases. Does not own: where they begin and end, which `prepare`, the loader,
 `train_step` and the trainer decide, or what a listener does.
 """
 
@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Phase = Literal["data", "forward", "backward", "exchange", "update", "evaluate", "save"]
+BuildPhase = Literal["open folder", "build data", "find checkpoint", "plan batches", "build model"]
+"""What `prepare` does, in this order. A listener that hears it is added in `configure`."""
+StepPhase = Literal["data", "forward", "backward", "exchange", "update", "evaluate", "save"]
 """Waiting for data, the passes of a micro-batch, waiting for the gradients and sums of all ranks,
 the optimizer step, an evaluation, a checkpoint. On a GPU these are the times of the host."""
+Phase = BuildPhase | StepPhase
 Listener = Callable[[Phase, bool], None]
 """Called with a phase, and whether it begins."""
 

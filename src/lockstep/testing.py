@@ -4,30 +4,14 @@
 imported torch, so that hundreds of such tests take minutes.
 """
 
-import functools
-import importlib
-import multiprocessing
-import os
-import secrets
-import socket
-import traceback
-from collections import deque
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from lockstep.dist.detect import Launch
-from lockstep.dist.environment import leave_process
 from lockstep.dist.world import World
+from lockstep.harness.forked import run_ranks as run_ranks
+from lockstep.harness.ranks import free_port as free_port
 from lockstep.task import Context, PartialLoss, Task
-
-NUM_HELD = 64
-"""Number of its latest ports that a process keeps reserved."""
-_held: deque[int] = deque()
 
 
 class FakeWorld(World):
@@ -114,102 +98,3 @@ def _tiny_samples(count: int, seed: int) -> list[dict[str, Tensor]]:
     y = torch.randn(count, 3, generator=generator, dtype=torch.float64)
     units = torch.randint(0, 4, (count,), generator=generator).double()
     return [{"x": x[i], "y": y[i], "units": units[i]} for i in range(count)]
-
-
-def run_ranks(
-    num_ranks: int, action: Callable[..., Any], *args: Any, timeout_s: float = 60
-) -> list[Any]:
-    """Run `action(*args)` in `num_ranks` forked processes and return what each returned.
-
-    Each process has the launch variables of its rank and calls `World.enter` itself. If one
-    fails, the others are terminated and its traceback is raised here.
-    """
-    _warm_up()
-    context = multiprocessing.get_context("fork")
-    port = free_port()
-    children = []
-    for rank in range(num_ranks):
-        receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=_be_rank, args=(rank, num_ranks, port, sender, action, args))
-        child.start()
-        sender.close()
-        children.append((child, receiver))
-    results: list[Any] = []
-    try:
-        for rank, (_, receiver) in enumerate(children):
-            if not receiver.poll(timeout_s):
-                raise TimeoutError(f"rank {rank} did not answer within {timeout_s} s")
-            try:
-                ok, value = receiver.recv()
-            except EOFError:
-                raise RuntimeError(f"rank {rank} died without an error message") from None
-            if not ok:
-                raise RuntimeError(f"rank {rank} failed:\n{value}")
-            results.append(value)
-        return results
-    finally:
-        for child, receiver in children:
-            if len(results) < num_ranks:
-                child.kill()
-            child.join()
-            receiver.close()
-
-
-@functools.cache
-def _warm_up() -> None:
-    """Import here what every forked rank would otherwise import itself."""
-    for name in ("lockstep.trainer", "torch._dynamo"):  # the latter for exact mode
-        importlib.import_module(name)
-
-
-def _be_rank(
-    rank: int, size: int, port: int, sender: Connection, action: Callable[..., Any], args: Any
-) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    try:
-        sender.send((True, action(*args)))
-    except BaseException:
-        sender.send((False, traceback.format_exc()))
-    leave_process(0)
-
-
-def free_port() -> int:
-    """Return a free port that no other caller gets for a while.
-
-    The caller holds an abstract socket named after the port, until it exits or has asked for
-    many more. So processes that ask at the same time get different ports, and no file is left
-    behind. The ports are below the kernel's ephemeral range, so no connection takes one before
-    it is used.
-    """
-    end = _first_ephemeral_port()
-    begin = end // 2
-    while True:
-        port = begin + secrets.randbelow(end - begin)
-        held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            held.bind(f"\0lockstep_port_{port}")
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port))
-        except OSError:
-            held.close()
-            continue
-        _held.append(held.detach())
-        if len(_held) > NUM_HELD:
-            os.close(_held.popleft())
-        return port
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        said = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-    except OSError:
-        return 32768
-    return max(16384, int(said.split()[0]))

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,11 +22,12 @@ import torch
 from lockstep import trainer
 from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
 from lockstep.certify.compare import compare, read_lives, relative
-from lockstep.certify.part import KILLED, Actor, Part
+from lockstep.certify.part import Actor, Part
 from lockstep.certify.trace import hash_of
 from lockstep.certify.verdict import TRY, Finding, find_cause
 from lockstep.cli.certify import certify, lines_of
 from lockstep.errors import ConfigError, LaunchError
+from lockstep.harness.attach import KILLED, write_settings
 from lockstep.run import build as setup
 from lockstep.step import train_step as step
 from lockstep.testing import run_ranks
@@ -65,7 +66,7 @@ def play_forked(
     def play(name: str, part: Part, ranks: int) -> Path:
         stage = folder / name
         stage.mkdir(parents=True)
-        part.write(stage)
+        write_settings(stage, **asdict(part))
         played.append(name)
         try:
             codes = run_ranks(ranks or num_ranks, act, stage)
@@ -373,7 +374,7 @@ def test_a_command_that_starts_ranks_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_leaves_no_trace_does_not_train_for_real(tmp_path: Path) -> None:
-    Part(3).write(tmp_path)
+    write_settings(tmp_path, **asdict(Part(3)))
 
     def loop() -> str:
         Actor(tmp_path).enter_step(step)

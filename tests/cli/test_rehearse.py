@@ -16,7 +16,7 @@ import pytest
 
 from lockstep import CheckpointStore, RunConfig
 from lockstep.cli import rehearse as rehearsing
-from lockstep.cli.rehearse import PHASES, Told, rehearse
+from lockstep.cli.rehearse import PHASES, rehearse
 from lockstep.cli.stage import NOTES, Stage, with_a_middle
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.run.rehearsal import rehearsed
@@ -220,30 +220,6 @@ def test_a_rehearsed_config_keeps_batch_and_rate_and_leaves_the_folder(
     assert not middle.checkpoint.background
     assert with_a_middle(asked, goes_on=True).resume == "auto"
     assert RunConfig.parse(json.loads(middle.model_dump_json())) == middle, "a valid config"
-
-
-def test_the_first_error_is_found_in_what_any_launcher_prints() -> None:
-    plain = "step 1\nlockstep: no such folder\n  try: another\n"
-    assert Told.read(plain).error == "no such folder"
-    chained = (
-        "Traceback (most recent call last):\n"
-        '  File "/home/me/train.py", line 3, in save\n    f()\n'
-        '  File "/usr/lib/python3.11/json.py", line 9, in dump\n    g()\n'
-        "TypeError: not JSON\n"
-        "Traceback (most recent call last):\nRuntimeError: later\n"
-    )
-    told = Told.read(chained)
-    assert (told.error, told.place) == ("TypeError: not JSON", "train.py:3 in save")
-    assert told.is_about_saving
-    assert Told.read("Killed\n\n").error == "Killed"
-    frame = (
-        'Current thread 0x1 (most recent call first):\n  File "/home/me/a.py", line {} in {}\n\n'
-    )
-    stacks = [frame.format(1, "_worker_loop"), frame.format(2, "all_max"), frame.format(3, "draw")]
-    assert Told.read_stacks("".join(stacks)).place == "a.py:3 in draw"
-    assert Told.read_stacks("".join(stacks[:2])).place == "a.py:2 in all_max"
-    assert Told.read_stacks("nothing").place == ""
-    assert Told.read("").error == "it said nothing"
 
 
 def test_a_real_folder_called_rehearsal_is_not_touched(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ import pytest
 import torch
 
 from lockstep.cli.main import main
-from lockstep.testing import _warm_up, free_port
+from lockstep.harness.forked import warm_up
+from lockstep.testing import free_port
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
@@ -173,7 +174,7 @@ class Ranks:
         self, actions: Sequence[Callable[[], Any]], output: Path, env: Mapping[str, str]
     ) -> None:
         self.output = output
-        _warm_up()
+        warm_up()
         fork = multiprocessing.get_context("fork")
         port = free_port()
         self.processes: list[BaseProcess] = []

@@ -15,8 +15,9 @@ import pytest
 # The files beside this one are imported by the tests.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from lockstep.harness.forked import warm_up
 from lockstep.task import Context, Task
-from lockstep.testing import FakeWorld, _warm_up, free_port
+from lockstep.testing import FakeWorld, free_port
 from lockstep_recipes.command import train
 
 
@@ -57,7 +58,7 @@ def command(tmp_path: Path) -> Command:
     """Return a function that runs `lockstep run RECIPE ARGV` on N ranks and waits for it."""
 
     def run(build: Callable[..., object], argv: Sequence[str], ranks: int = 1, **env: str) -> Ended:
-        _warm_up()
+        warm_up()
         port = free_port()
         children = []
         for rank in range(ranks):

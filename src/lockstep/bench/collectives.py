@@ -42,7 +42,7 @@ class Collectives:
 
 def measure_collectives(ranks: int) -> Collectives:
     """Time all-reduces between so many processes, a GPU each if there are any."""
-    from lockstep.testing import run_ranks
+    from lockstep.harness.forked import run_ranks
 
     found = run_ranks(ranks, _be_measured, timeout_s=LIMIT_S)
     backend, device, _ = found[0]

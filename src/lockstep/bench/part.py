@@ -7,20 +7,19 @@ process is reached (`cli/stage.py`), or what is measured (`probe.py`).
 Imports nothing but what it needs at once: it is read at the start of every Python process.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.certify.part import TRACE, only_within_a_run
+from lockstep.certify.part import only_within_a_run
 from lockstep.cli.stage import OnImport
 from lockstep.dist import position
 from lockstep.errors import ConfigError
+from lockstep.harness.attach import TRACE, read_settings
 
-PART = "bench.json"
 WARMUP_STEPS = 4
 """The first steps build buckets, choose kernels and fill caches."""
 NEVER = 10**9
@@ -33,13 +32,8 @@ class BenchPart:
 
     steps: int
     """As they are, and as many with gradients kept local."""
-    kills: bool = False
     looks: bool = True
     """Whether further steps are counted and traced."""
-
-    def write(self, folder: Path) -> None:
-        """Leave it where the processes of the run find it."""
-        (folder / PART).write_text(json.dumps(asdict(self)))
 
 
 def set_up(folder: str) -> None:
@@ -52,7 +46,7 @@ class Actor:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.part = BenchPart(**json.loads((folder / PART).read_text()))
+        self.part = BenchPart(**read_settings(folder))
         self.probe: Any = None
 
     @property

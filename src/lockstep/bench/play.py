@@ -6,7 +6,8 @@ a rank measures (`probe.py`), or what is made of it.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,15 +16,15 @@ from lockstep.bench.forecast import SUM_BYTES, Bucket, Timeline
 from lockstep.bench.link import Link, fit_link
 from lockstep.bench.part import BenchPart
 from lockstep.bench.work import Work
-from lockstep.certify.part import TRACE
-from lockstep.cli.certify import Player
 from lockstep.cli.stage import reach
 from lockstep.errors import ConfigError
+from lockstep.harness.attach import TRACE
 from lockstep.harness.command import RunningCommand
-from lockstep.testing import free_port
+from lockstep.harness.ranks import free_port, rank_variables
+from lockstep.harness.runs import CommandRuns
 
 
-class Bench(Player):
+class Bench(CommandRuns):
     """Runs a command as it was typed, or as so many ranks of one group, and measures it."""
 
     def __init__(
@@ -35,25 +36,25 @@ class Bench(Player):
         threads: int = 0,
         tell: Callable[[str, float], None] = lambda name, seconds: None,
     ) -> None:
-        super().__init__(words, folder, limit_s, tell)
-        self.threads = threads
+        attach = partial(reach, module="lockstep.bench.part")
+        super().__init__(words, folder, attach, limit_s=limit_s, tell=tell, threads=threads)
 
     def measure(self, ranks: int, steps: int, *, looks: bool = True) -> "Measured":
         """Run the command on so many ranks; 0 is as it was typed."""
         part = BenchPart(steps, looks=looks)
-        stage = self.play(f"{ranks} x" if ranks else "as typed", part, ranks)  # type: ignore[arg-type]
+        stage = self.run(f"{ranks} x" if ranks else "as typed", ranks, asdict(part))
         return Measured.read(stage, ranks)
 
-    def _start(self, stage: Path, ranks: int) -> list[RunningCommand]:
-        env = reach(stage, "lockstep.bench.part")
+    def start(self, folder: Path, ranks: int) -> list[RunningCommand]:
+        """Start the ranks where `before` says."""
         if not ranks:
-            return [RunningCommand(self.words, env, stage / "output.txt")]
-        port = free_port()
+            return super().start(folder, ranks)
+        env, port = dict(self.attach(folder)), free_port()
         return [
             RunningCommand(
                 [*self.before(rank), *self.words],
                 env | self.variables(rank, ranks, port),
-                stage / f"output_{rank}.txt",
+                folder / f"output_{rank}.txt",
             )
             for rank in range(ranks)
         ]
@@ -64,10 +65,7 @@ class Bench(Player):
 
     def variables(self, rank: int, ranks: int, port: int) -> dict[str, str]:
         """Return what makes a process one rank of a group on this machine."""
-        # As many threads for every number of ranks, or they would not be comparable.
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        group |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": str(self.threads)}
-        return group | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        return rank_variables(rank, ranks, port, threads=self.threads)
 
 
 @dataclass(frozen=True, slots=True)

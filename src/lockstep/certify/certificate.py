@@ -20,9 +20,10 @@ from lockstep.certify.compare import (
     read_lives,
 )
 from lockstep.certify.cut import UNITS, Cut
-from lockstep.certify.part import TRACE, Part
+from lockstep.certify.part import Part
 from lockstep.certify.verdict import NAMES, TRY, Context, Finding, find_cause, name_cut
 from lockstep.errors import ConfigError, LaunchError
+from lockstep.harness.attach import TRACE
 
 Play = Callable[[str, Part, int], Path]
 """Runs the command as a part says, on so many ranks (0: as typed), and returns its folder."""

@@ -7,21 +7,17 @@ own: how a process is reached (`cli/stage.py`), or any verdict.
 Imports nothing but what it needs at once: it is read at the start of every Python process.
 """
 
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lockstep.errors import ConfigError
+from lockstep.harness.attach import KILLED, TRACE, read_settings
 
-PART = "part.json"
-TRACE = "trace"
-KILLED = "killed"
-"""A file that exists once the run has been killed: from then on the same command resumes."""
 NUM_HELD_OUT = 8
 
 
@@ -37,10 +33,6 @@ class Part:
     """Add up the same step in another order: what rounding alone does."""
     exact: bool = False
     evaluates: bool = False
-
-    def write(self, folder: Path) -> None:
-        """Leave it where the processes of the run find it."""
-        (folder / PART).write_text(json.dumps(asdict(self)))
 
     @property
     def save_at(self) -> int:
@@ -126,7 +118,7 @@ class Actor:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.part = Part(**json.loads((folder / PART).read_text()))
+        self.part = Part(**read_settings(folder))
         self.kill_at = 0
         self.is_joint = False
         self.is_in_run = False

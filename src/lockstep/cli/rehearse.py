@@ -12,7 +12,6 @@ phase that was not seen.
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -26,15 +25,18 @@ import psutil
 
 from lockstep.cli.stage import GOING_ON, NOTES, build_stage
 from lockstep.errors import ConfigError, closest
-from lockstep.harness.command import RunningCommand, children_of, ending_on_signals
+from lockstep.harness.command import (
+    LAUNCHER_S,
+    POLL_S,
+    START_S,
+    RunningCommand,
+    children_of,
+    ending_on_signals,
+)
+from lockstep.harness.failure import Failure
 from lockstep.observe.events import Event, read_events
 
 PHASES = ("start", "train", "log", "validate", "save", "kill", "resume", "finish")
-POLL_S = 0.05
-START_S = 60.0
-"""How long a command may at least take to its first sign of life: it imports torch."""
-LAUNCHER_S = 40.0
-"""How long a launcher may take to notice that a rank is gone."""
 HUNG = "hung"
 STACK_S = 3.0
 """How long a process that hangs may take to say where."""
@@ -105,7 +107,7 @@ class Rehearsal:
         self.limit_s = limit_s
         self.tell = tell
         self.report = Report(self.words, without=tuple(without))
-        self.env = {**build_stage(stage), "LOCKSTEP_TRACEBACK": "1"}  # `Told` reads it
+        self.env = {**build_stage(stage), "LOCKSTEP_TRACEBACK": "1"}  # `Failure` reads it
         self.output = stage / "output.txt"
         self.began = time.time()
         self.killed_at: float | None = None
@@ -265,92 +267,19 @@ class Rehearsal:
         if ended == "exit code 0":
             self.report["finish"].evidence = "exit code 0, but the run does not say it is done"
             return
-        told = Told.read_stacks(act.text) if ended == HUNG else Told.read(act.text)
+        read = Failure.read_stacks if ended == HUNG else Failure.read
+        failure = read(act.text)
         name = next(p.phase for p in self.report.phases if p.verdict == "not seen")
-        if name == "validate" and told.is_about_saving:  # nothing is held out
+        if name == "validate" and failure.is_about_saving:  # nothing is held out
             name = "save"
         phase = self.report[name]
         phase.verdict = "failed"
-        where = f" at {told.place}" if told.place else ""
+        where = f" at {failure.place}" if failure.place else ""
         if ended == HUNG:
             phase.evidence = f"no sign of life for {self.limit_s:g} s{where}"
         else:
-            phase.evidence = f"{ended}: {told.error}{where}"
+            phase.evidence = f"{ended}: {failure.error}{where}"
         self.tell(phase)
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What a failed command says of its failure."""
-
-    error: str
-    place: str = ""
-    functions: tuple[str, ...] = ()
-
-    @property
-    def is_about_saving(self) -> bool:
-        """Say whether it happened on the way to a checkpoint."""
-        return bool({"_save", "save", "state", "snapshot"} & set(self.functions))
-
-    @classmethod
-    def read(cls, text: str) -> "Told":
-        r"""Find the first error in the output of any launcher.
-
-        >>> told = Told.read(
-        ...     "[rank1]: Traceback (most recent call last):\n"
-        ...     '[rank1]:   File "/home/me/train.py", line 7, in evaluate\n'
-        ...     "[rank1]:     1 / 0\n[rank1]: ZeroDivisionError: by zero\n"
-        ... )
-        >>> told.error, told.place
-        ('ZeroDivisionError: by zero', 'train.py:7 in evaluate')
-        """
-        lines = [re.sub(r"^(\[[^\]]*\]:?\s?)+", "", line) for line in text.splitlines()]
-        for number, line in enumerate(lines):
-            if line.startswith("Traceback (most recent call last)"):
-                return cls._from_traceback(lines[number + 1 :])
-            if line.startswith("lockstep: ") and "  try: " in "".join(
-                lines[number + 1 : number + 2]
-            ):
-                return cls(line.removeprefix("lockstep: "))
-        said = [line.strip() for line in lines if line.strip()]
-        return cls(said[-1][:200] if said else "it said nothing")
-
-    @classmethod
-    def _from_traceback(cls, lines: list[str]) -> "Told":
-        frames = []
-        for line in lines:
-            if found := re.match(r'  File "(.*)", line (\d+), in (\S+)', line):
-                frames.append(found.groups())
-            elif line and not line.startswith(" "):
-                return cls(line[:300], _place(frames[::-1]), tuple(name for *_, name in frames))
-        return cls("an error without an end", _place(frames[::-1]))
-
-    @classmethod
-    def read_stacks(cls, text: str) -> "Told":
-        """Find where a rank hangs, rather than where others wait for it."""
-        _, *stacks = re.split(r"^Current thread .*most recent call first.*\n", text, flags=re.M)
-        told = [cls._from_dump(stack.splitlines()) for stack in stacks]
-        ranks = [one for one in told if one.functions and "_worker_loop" not in one.functions]
-        own = [one for one in ranks if not {"all_reduce", "all_max"} & set(one.functions)]
-        return (own or ranks or [cls("")])[0]
-
-    @classmethod
-    def _from_dump(cls, lines: list[str]) -> "Told":
-        frames = []
-        for line in lines:
-            found = re.match(r'  File "(.*)", line (\d+) in (\S+)', line)
-            if not found:
-                break
-            frames.append(found.groups())
-        return cls("", _place(frames), tuple(name for *_, name in frames))
-
-
-def _place(frames: Sequence[tuple[str | Any, ...]]) -> str:
-    """Return the innermost place that is the user's own, of frames from the innermost outwards."""
-    for file, line, function in frames:
-        if not re.search(r"/lib/python3|/site-packages/|/lockstep/|^<", file):
-            return f"{Path(file).name}:{line} in {function}"
-    return f"{Path(frames[0][0]).name}:{frames[0][1]} in {frames[0][2]}" if frames else ""
 
 
 @ending_on_signals()

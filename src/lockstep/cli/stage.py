@@ -20,7 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.certify.part import PART, Actor
+from lockstep.certify.part import Actor
+from lockstep.harness.attach import SETTINGS
 
 NOTES = "notes.jsonl"
 GOING_ON = "going_on"
@@ -71,7 +72,7 @@ def reach(folder: Path, module: str = __name__) -> dict[str, str]:
 
 def set_up(folder: str) -> None:
     """Have the parts of lockstep play along as soon as this process imports them."""
-    is_certified = (Path(folder) / PART).exists()
+    is_certified = (Path(folder) / SETTINGS).exists()
     actor = Actor(Path(folder)) if is_certified else Stage(Path(folder))
     sys.meta_path.insert(0, OnImport(actor.scenes))
 

@@ -27,7 +27,8 @@ from lockstep.doctor.machine import Driver, read_driver, visible_gpus
 from lockstep.doctor.report import Result, fail
 from lockstep.errors import LockstepError
 from lockstep.harness.command import children_of
-from lockstep.launch.worker import follow_parent
+from lockstep.harness.ranks import rank_variables
+from lockstep.parent import end_with_parent
 
 MEASURE_S = 90.0
 MOST_RANKS = 8
@@ -163,9 +164,8 @@ def _is_recipe(command: Command) -> bool:
 
 def _first_rank(command: Command) -> dict[str, str]:
     """Return the variables that the first of the command's ranks will find."""
-    values = {"RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": DEFAULT_PORT}
-    sizes = {"WORLD_SIZE": command.world_size, "LOCAL_WORLD_SIZE": command.num_processes}
-    return {name: str(value) for name, value in {**values, **sizes}.items()}
+    size, local_size = command.world_size, command.num_processes
+    return rank_variables(0, size, DEFAULT_PORT, local_size=local_size)
 
 
 def _threads(command: Command) -> int:
@@ -221,7 +221,7 @@ def _run_python(
             stdout=subprocess.DEVNULL,
             stderr=said,
             start_new_session=True,
-            preexec_fn=follow_parent,
+            preexec_fn=end_with_parent,
         )
         code: int | None
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lockstep.dist.world import World
-from lockstep.testing import run_ranks
+from lockstep.harness.forked import run_ranks
 
 GROUP_S = 20.0
 """How long ranks on one machine may take to meet, and to add up."""

@@ -15,6 +15,11 @@ from typing import Any
 from lockstep.dist.environment import callback_names, launched
 
 NOTES = "notes.jsonl"
+SETTINGS = "settings.json"
+TRACE = "trace"
+"""The folder to which callbacks add as a run goes on: `rank_N.jsonl`, one for each rank."""
+KILLED = "killed"
+"""The file that a callback leaves before it kills its process: the same command then resumes."""
 
 
 def attached(folder: Path, callback: str) -> dict[str, str]:
@@ -30,6 +35,16 @@ def attached(folder: Path, callback: str) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",  # a process that hangs can be asked for its stack
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def write_settings(folder: Path, **values: Any) -> None:
+    """Leave what the tool asks of its callback in this run."""
+    (folder / SETTINGS).write_text(json.dumps(values))
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return what the tool asks of its callback."""
+    return dict(json.loads((folder / SETTINGS).read_text()))
 
 
 def write_note(folder: Path, event: str, **values: Any) -> None:

@@ -16,7 +16,14 @@ from pathlib import Path
 import psutil
 
 from lockstep.errors import LaunchError
-from lockstep.launch.worker import follow_parent
+from lockstep.parent import end_with_parent
+
+POLL_S = 0.05
+"""How often a tool looks how a command is doing."""
+START_S = 60.0
+"""How long a command may at least take to its first sign of life: it imports torch."""
+LAUNCHER_S = 40.0
+"""How long a launcher may take to notice that a rank is gone."""
 
 
 @contextlib.contextmanager
@@ -50,7 +57,7 @@ class RunningCommand:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=follow_parent,
+                    preexec_fn=end_with_parent,
                 )
             except OSError as error:
                 raise LaunchError(

@@ -1,0 +1,66 @@
+"""Ranks of one group on this machine, each started by hand.
+
+Owns: the variables that make a process such a rank, and the port where the ranks meet. Does not
+own: starting the processes (`runs.py` a command's, `forked.py` forked ones).
+"""
+
+import os
+import secrets
+import socket
+from collections import deque
+from pathlib import Path
+
+NUM_HELD = 64
+"""How many of the ports it was given a process keeps others from being given."""
+_held: deque[int] = deque()
+
+
+def rank_variables(
+    rank: int, size: int, port: int, *, local_size: int = 0, threads: int | None = None
+) -> dict[str, str]:
+    """Return the environment of one rank, of `local_size` on this machine; by default all are."""
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": local_size or size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    if threads is not None:
+        values["OMP_NUM_THREADS"] = threads
+    return {name: str(value) for name, value in values.items()}
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, and that no other caller is given for a while.
+
+    Who gets a port holds an abstract socket of the same number, until it ends or has asked for
+    many more: so two processes that ask at the same time get different ports, and no file is
+    left behind. The ports lie below the range from which the kernel picks ports itself, so no
+    connection takes one between this call and its use.
+    """
+    end = _first_ephemeral_port()
+    begin = end // 2
+    while True:
+        port = begin + secrets.randbelow(end - begin)
+        held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            held.bind(f"\0lockstep_port_{port}")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        _held.append(held.detach())
+        if len(_held) > NUM_HELD:
+            os.close(_held.popleft())
+        return port
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        said = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    except OSError:
+        return 32768
+    return max(16384, int(said.split()[0]))
