@@ -122,7 +122,8 @@ def test_a_log_beside_a_link_is_lost_and_said(
     Console(10, log_file=run / "train.log").note("hello")
     assert victim.read_text() == PRECIOUS
     assert (
-        f"warning: no log is kept in {run / 'train.log'}: it is a link" in capsys.readouterr().out
+        f"warning: cannot write the log {run / 'train.log'}: it is a link"
+        in capsys.readouterr().out
     )
 
 

@@ -1,6 +1,6 @@
 """Train a PyTorch model on one GPU, on all of a machine, or on many nodes, from one script.
 
-Two entrances, same parts: `fit(task, config)`, or a loop of your own around
+Two entry points with the same parts: `fit(task, config)`, or your own loop around
 `World`, `Loader`, `train_step` and `CheckpointStore`.
 """
 
@@ -82,7 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: importing torch takes a second."""
+    """Import a public name on first use: importing torch takes a second."""
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     import importlib

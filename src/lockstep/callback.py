@@ -1,7 +1,7 @@
-"""Callbacks: what may watch or extend a run.
+"""Callbacks, which watch or extend a run.
 
-Owns: the methods a callback may have, calling them in order, and their saved state. Does not own:
-when they are called; `trainer.py` says so, and `custom_loop.py` in a loop without a trainer.
+Owns: the methods of a callback, calling them in order, and their saved state. Does not own: when
+they are called, which `trainer.py` decides, and `custom_loop.py` in a loop without a trainer.
 """
 
 import importlib
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
     from lockstep.step.report import StepReport
 
 SAME_CALLBACKS = (
-    "pass the same callbacks on every rank (one that writes may look at run.world.is_first), and "
+    "pass the same callbacks on every rank (one that writes can check run.world.is_first), and "
     "set LOCKSTEP_CALLBACKS on every node"
 )
 
 
 class RunView(Protocol):
-    """What a callback may rely on of a run, in `fit` and in a custom loop."""
+    """The attributes of a run that every callback can use, in `fit` and in a custom loop."""
 
     world: Any
     model: nn.Module
-    """As it is trained: `lockstep.unwrap(model)` is the module that the task built."""
+    """The wrapped model: `lockstep.unwrap(model)` is the module that the task built."""
     optimizer: Optimizer
 
     @property
     def step(self) -> int:
-        """How many weight updates were made."""
+        """Number of weight updates so far."""
 
     def log(self, name: str, value: Tensor | float) -> None:
         """Add a number to the next log line, as a mean over calls and ranks."""
 
     def stop(self, reason: str) -> None:
-        """Ask for a clean stop after this step, on every rank, once one of them asks."""
+        """Stop cleanly after this step, on every rank, as soon as one of them asks."""
 
 
 class Callback:
-    """Every method does nothing: override what you need.
+    """Base class whose methods do nothing: override the ones you need.
 
-    The methods are called on every rank, in the same order. One that raises ends the run on all
-    ranks; the steps before are saved first.
+    The methods are called on every rank, in the same order. If one raises, the run saves the
+    steps before and ends on all ranks.
     """
 
     def configure(self, task: Any, config: "RunConfig", world: "Collectives") -> "RunConfig":
@@ -58,37 +58,37 @@ class Callback:
         return config
 
     def on_run_start(self, run: RunView) -> None:
-        """Look at a run that is built, and restored from its checkpoint if there is one.
+        """Called when the run is built and restored from its checkpoint, if there is one.
 
-        `run.config` may still be replaced by one that saves and evaluates at other times, and
+        You may still replace `run.config` by one that saves and evaluates at other times, and
         `run.held_out` by fewer samples.
         """
 
     def on_step_start(self, run: RunView, batch: "StepBatch") -> None:
-        """Look at this rank's micro-batches before they are trained on; the list may be changed."""
+        """Called before this rank's micro-batches are trained on; you may change the list."""
 
     def on_step_end(self, run: RunView, batch: "StepBatch", report: "StepReport") -> None:
-        """Look at a step that is done. Reading a number of `report` waits for a GPU."""
+        """Called after a step. Reading a number of `report` waits for the GPU."""
 
     def on_evaluation_end(self, run: RunView, metrics: Mapping[str, float]) -> None:
-        """Look at what an evaluation found."""
+        """Called with the metrics of an evaluation."""
 
     def on_checkpoint_saved(self, run: RunView, path: Path) -> None:
-        """Look at a checkpoint that is complete on the disk."""
+        """Called when a checkpoint is complete on disk."""
 
     def on_run_end(self, run: RunView, result: Any) -> None:
-        """Look at how the run ended: with its last step, or by a stop. Everything is saved."""
+        """Called when the run has finished or stopped, and everything is saved."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to save in checkpoints: the same on every rank."""
+        """Return state to save in checkpoints, the same on every rank."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, before `on_run_start`."""
+        """Restore what `state_dict` returned; called before `on_run_start`."""
 
 
 class Callbacks(Sequence[Callback]):
-    """The callbacks of a run, in the order in which they are called."""
+    """The callbacks of a run, in calling order."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         for callback in callbacks:
@@ -106,7 +106,7 @@ class Callbacks(Sequence[Callback]):
         return len(self._callbacks)
 
     def call(self, method: str, *args: Any) -> None:
-        """Call one method of each callback. What it raises says which callback did."""
+        """Call one method of each callback; an exception gets a note with the callback's name."""
         for name, callback in self.named():
             try:
                 getattr(callback, method)(*args)
@@ -115,7 +115,7 @@ class Callbacks(Sequence[Callback]):
                 raise
 
     def configure(self, task: Any, config: "RunConfig", world: "Collectives") -> "RunConfig":
-        """Return the settings that all callbacks agree to, each given those of the one before."""
+        """Pass the settings through each callback's `configure` in turn and return the result."""
         kind = type(config)
         for name, callback in self.named():
             config = callback.configure(task, config, world)
@@ -132,14 +132,14 @@ class Callbacks(Sequence[Callback]):
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Give each callback its state back; return the names of states that nobody took."""
+        """Restore each callback's state; return the names of states without a callback."""
         names = dict(self.named())
         for name in states.keys() & names.keys():
             names[name].load_state_dict(states[name])
         return sorted(states.keys() - names.keys())
 
     def named(self) -> Iterator[tuple[str, Callback]]:
-        """Yield each callback with its class's name, numbered from the second of a class on."""
+        """Yield each callback with its class name, numbered if a class occurs again."""
         seen: dict[str, int] = {}
         for callback in self._callbacks:
             name = type(callback).__name__

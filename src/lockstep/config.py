@@ -1,7 +1,7 @@
 """RunConfig: everything that decides a run, checked before it starts.
 
-Owns: gathering the sections. Does not own: the sections, each of which stands beside the code
-that reads it; turning text into values and saying what is wrong with them (`parse.py`).
+Owns: gathering the sections. Does not own: the sections, which are defined next to the code that
+reads them; turning text into values and reporting bad ones (`parse.py`).
 """
 
 import functools
@@ -21,31 +21,31 @@ from lockstep.plan import BatchConfig, RateConfig
 from lockstep.schedule import ScheduleConfig
 
 _exactly = functools.cache(lambda number: Fraction(str(number)))
-"""A number as it is written: 0.1 is a tenth, not the float next to it."""
+"""An exact number: 0.1 is a tenth, not the nearest float."""
 
 
 class Cadence(BaseModel):
-    """When to do something: every so many epochs, or steps, or both, and always at the end."""
+    """When to do something: every N epochs, every N steps, or both, and always at the end."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     every_epochs: PositiveFloat | None = Field(default=1, allow_inf_nan=False)
-    """May be a fraction: 0.5 is twice an epoch."""
+    """May be a fraction: 0.5 means twice per epoch."""
     every_steps: PositiveInt | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _steps_alone(cls, values: Any) -> Any:
-        """Take the default of one epoch for a choice only where no other was made."""
+        """Drop the default of one epoch if only `every_steps` is set."""
         if isinstance(values, Mapping) and values.get("every_steps"):
             return {"every_epochs": None, **values}
         return values
 
     def is_due(self, step: int, epochs: Fraction | int | None, since: Fraction | int = 1) -> bool:
-        """Say whether it is time after `step` steps.
+        """Return whether it is due after `step` steps.
 
-        `epochs` counts the epochs behind the run, `since` those since it was last asked:
-        it is due where a multiple of `every_epochs` lies between. None counts no epochs.
+        `epochs` is the number of epochs done, `since` the number since the last call: it is
+        due if a multiple of `every_epochs` lies between. None means epochs do not count.
 
         >>> Cadence(every_epochs=2).is_due(step=6, epochs=2), Cadence().is_due(step=7, epochs=None)
         (True, False)
@@ -61,11 +61,11 @@ class Cadence(BaseModel):
 
 
 class EvaluationConfig(Cadence):
-    """When to evaluate, and what makes a checkpoint the best one."""
+    """When to evaluate, and how to choose the best checkpoint."""
 
     batch_size: PositiveInt | None = None
     save_best: bool = True
-    """Save whenever an evaluation is the best so far, and name it `best_model.pt`."""
+    """Save a checkpoint when an evaluation is the best so far, and name it `best_model.pt`."""
     best_metric: str = "loss"
     best_is: Literal["lowest", "highest"] = "lowest"
 
@@ -74,21 +74,21 @@ class CheckpointConfig(Cadence):
     """When to save, and how many unnamed checkpoints to keep."""
 
     keep_last: PositiveInt = 3
-    """Checkpoints with a name (the best one, and epochs if asked for) are kept beside these."""
+    """Named checkpoints (the best one, and those of `name_epochs`) are kept in addition."""
     name_epochs: bool = False
-    """Name what is saved at the end of an epoch `checkpoint_epoch_N.pt`, and so keep it."""
+    """Name checkpoints at the end of an epoch `checkpoint_epoch_N.pt`, which keeps them."""
     name_steps: bool = False
-    """Name what is saved every so many steps `checkpoint_step_N.pt`, and so keep it."""
+    """Name checkpoints of `every_steps` `checkpoint_step_N.pt`, which keeps them."""
     background: bool = True
     sharded: bool = False
-    """Let every rank write its share of the state, in place of the first all of it."""
+    """Let every rank write a share of the state, instead of the first rank all of it."""
     on_failed_save: Literal["stop", "go_on"] = "stop"
-    """`stop`: a save that fails ends the run, while what it lost is little. `go_on`: it warns
-    and tries again at the next one; only the last save of a run must succeed."""
+    """`stop`: a failed save ends the run, before it can lose much. `go_on`: it warns and tries
+    again at the next one; only the last save of a run must succeed."""
 
 
 class RunConfig(BaseModel):
-    """How to train. What to train is the task's.
+    """How to train; the task defines what to train.
 
     >>> config = RunConfig.parse({"epochs": 3, "batch": {"batch_size": 8}})
     >>> config.with_overrides(["batch.batch_size=16"]).batch.batch_size
@@ -110,38 +110,38 @@ class RunConfig(BaseModel):
     sinks: SinkConfig = Field(default_factory=SinkConfig)
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
     max_grad_norm: PositiveFloat | None = None
-    """Clip gradients whose norm over all parameters is larger; None clips nothing."""
+    """Clip the gradient norm over all parameters to this; None: no clipping."""
     averages: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
     sync_batch_norm: bool = False
-    """Let batch normalisation see the micro-batches of all ranks together: the first of each rank,
-    then the second of each, where gradients are accumulated."""
+    """Batch normalisation over all ranks: over the first micro-batch of each rank together, then
+    over the second ones, and so on."""
     gradients: GradientConfig = Field(default_factory=GradientConfig)
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """`ddp`: every rank has the model. `fsdp`: ranks have some rows of every parameter each."""
+    """`ddp`: every rank has the whole model. `fsdp`: every rank has some rows of each parameter."""
     exact: bool = False
-    """Add everything up in one order, so that any number of ranks gives the same bits."""
+    """Sum everything in a fixed order, so that any number of ranks gives the same bits."""
     num_threads: PositiveInt | None = None
-    """CPU threads of each process; unless said, torch's choice, or 1 in exact mode."""
+    """CPU threads of each process (default: torch's choice, or 1 in exact mode)."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
-    """`halve`: take the step again in micro-batches of half the size, and go on so."""
+    """`halve`: repeat the step with micro-batches of half the size, and keep that size."""
     on_non_finite: Literal["stop", "skip", "rewind"] = "stop"
-    """A loss or gradient that is no number moves no weight. `stop`: end the run. `skip`: leave
-    the step out. `rewind`: go back to the newest checkpoint's weights and leave out all since."""
+    """A non-finite loss or gradient changes no weight. `stop`: end the run. `skip`: skip the step.
+    `rewind`: restore the newest checkpoint's weights and skip all steps since."""
     compile: bool | Literal["graphs"] = False
-    """Compile the model. `graphs`: and have the GPU replay the kernels of a pass as one, where a
-    step waits for the host to name them; batches are to be of one shape."""
+    """Compile the model. `graphs`: also replay each pass as a CUDA graph, which helps if launching
+    kernels is the bottleneck; all batches need the same shape."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = Field(default=1800.0, gt=0, le=MAX_TIMEOUT_S)
     log_every: PositiveInt = 10
     resume: str = "auto"
-    """`auto`: go on from the newest good checkpoint, if any. `never`: refuse a folder that holds
-    one. `discard`: throw away what the folder holds. Or a checkpoint's path."""
+    """`auto`: resume from the newest valid checkpoint, if any. `never`: refuse a folder that holds
+    one. `discard`: delete the contents of the folder. Or the path of a checkpoint."""
     allow_shared_folder: bool = False
-    """Write to an `output_dir` that every user can write to, or that belongs to another user."""
+    """Allow an `output_dir` that every user can write to, or that belongs to another user."""
     accept_changes: bool = False
-    """Go on from a checkpoint although batch, rate or data have changed since."""
+    """Resume even if batch size, learning rate or data have changed since the checkpoint."""
 
-    if not TYPE_CHECKING:  # where the fields are the arguments
+    if not TYPE_CHECKING:  # type checkers take the fields as arguments
 
         @own_exit_code()
         def __init__(self, **values: Any) -> None:
@@ -157,11 +157,15 @@ class RunConfig(BaseModel):
     def _one_exactness(self) -> Self:
         self.gradients.raise_if_unfit(self.exact, self.parallel)
         if self.exact and self.parallel == "fsdp":
-            raise ValueError("exact adds whole gradients, fsdp cuts them: set parallel to ddp")
+            raise ValueError("exact sums whole gradients, fsdp shards them: set parallel to ddp")
         if self.compile == "graphs" and self.parallel == "fsdp":
-            raise ValueError("graphs replay fixed places, fsdp gathers anew: set compile to true")
+            raise ValueError(
+                "graphs replay fixed addresses, fsdp gathers to new ones: set compile to true"
+            )
         if self.exact and self.sync_batch_norm:
-            raise ValueError("exact normalises one micro-batch, sync_batch_norm all: unset one")
+            raise ValueError(
+                "exact normalises each micro-batch, sync_batch_norm all of them: unset one"
+            )
         return self
 
     @classmethod
@@ -170,7 +174,7 @@ class RunConfig(BaseModel):
         """Build a config from plain values.
 
         Raises:
-            ConfigError: naming each bad key by its path, with the nearest good one.
+            ConfigError: naming the path of each bad key, and the nearest known one.
         """
         return parse_model(cls, values)
 

@@ -1,7 +1,7 @@
-"""Callbacks in a loop around `train_step` that has no trainer.
+"""Callbacks in a custom loop around `train_step`, without a trainer.
 
-Owns: when they are called there, and that ranks agree on a stop and on what a callback raised.
-Does not own: the loop. `train_step`, `Loader` and `CheckpointStore` say what happens in it.
+Owns: when they are called, and agreement of the ranks on a stop and on a callback's error. Does
+not own: the loop; `train_step`, `Loader` and `CheckpointStore` report what happens in it.
 """
 
 import logging
@@ -23,38 +23,40 @@ _log = logging.getLogger("lockstep")
 
 
 class CustomLoop:
-    """What callbacks see of such a loop: a `RunView`.
+    """The `RunView` of a custom loop.
 
-    The loop ends with the `Loader` that yielded the batch trained on last.
+    The loop ends with the `Loader` of the last batch.
     """
 
     def __init__(self, world: Collectives, callbacks: Callbacks) -> None:
         self.world = world
         self.callbacks = callbacks
         self.model: nn.Module = nn.Module()
-        """The model of the step under way or of the last one; a loop may train several."""
+        """The model of the current or last step; a loop may train several."""
         self.optimizer: Any = None
         self.step = 0
         self.stop_reason = ""
         self._batch: StepBatch | None = None
-        """The batch that was trained on last."""
+        """The last batch."""
         self._saved = Path()
-        """The checkpoint that callbacks were told of last."""
+        """The last checkpoint that callbacks were called for."""
         self._error: Exception | None = None
-        """What a callback of this rank raised, until the ranks agree on it."""
+        """The error of a callback on this rank, until the ranks agree on it."""
 
     def log(self, name: str, value: Tensor | float) -> None:
-        """Write a number of this rank to the logger `lockstep`; such a loop has no log lines."""
+        """Write this rank's number to the logger `lockstep`: a custom loop has no log lines."""
         _log.info("step %d: %s %.6g", self.step, name, float(value))
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of the loop after this step, on every rank."""
+        """Stop the loop after this step, on every rank."""
         self.stop_reason = reason or "a callback asked for it"
 
     def start_step(self, model: nn.Module, optimizer: Optimizer, batch: StepBatch) -> None:
-        """Tell callbacks of a step, and before the first one of the run. Collective."""
+        """Call callbacks before a step, and first at the start of the run. Collective."""
         is_first = self._batch is None
-        self.model, self.optimizer, self.step = model, optimizer, batch.step
+        self.model = model
+        self.optimizer = optimizer
+        self.step = batch.step
         self._batch = batch
         if is_first:
             self._call("on_run_start")
@@ -62,13 +64,13 @@ class CustomLoop:
         self._call("on_step_start", batch)
 
     def end_step(self, batch: StepBatch, report: StepReport) -> None:
-        """Tell callbacks that a step is done. Collective."""
+        """Call callbacks after a step. Collective."""
         self.step = batch.step + 1
         self._call("on_step_end", batch, report)
         self._agree()
 
     def is_over(self, batch: StepBatch, is_last: bool) -> bool:
-        """Say whether the loop ends after `batch`, and tell callbacks if it does. Collective."""
+        """Return whether the loop ends after `batch`; if so, call callbacks. Collective."""
         if batch is not self._batch or not (is_last or self.stop_reason):
             return False
         self._call("on_run_end", RunResult(self.step, {}, self._saved.parent, 0, self.stop_reason))
@@ -76,7 +78,7 @@ class CustomLoop:
         return True
 
     def checkpoint_saved(self, path: Path) -> None:
-        """Tell callbacks of a checkpoint, once. Collective."""
+        """Call callbacks for a checkpoint, once. Collective."""
         if path != self._saved:
             self._saved = path
             self._call("on_checkpoint_saved", path)
@@ -87,9 +89,11 @@ class CustomLoop:
         return self.callbacks.state_dict()
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give the callbacks their states back."""
+        """Restore the states of the callbacks."""
         for name in self.callbacks.load_state_dict(states):
-            _log.warning("the checkpoint holds the state of %s, which this loop lacks", name)
+            _log.warning(
+                "the checkpoint has a state for %s, and this loop has no such callback", name
+            )
 
     def _call(self, method: str, *args: object) -> None:
         try:
@@ -98,7 +102,7 @@ class CustomLoop:
             self._error = self._error or error
 
     def _agree(self) -> None:
-        """Raise what a callback raised, on all ranks; take over a reason to stop. Collective."""
+        """Raise a callback's error on all ranks, and share a reason to stop. Collective."""
         error, self._error = self._error, None
         failed, stops = self.world.all_max(int(error is not None), int(bool(self.stop_reason)))
         if failed:

@@ -1,17 +1,17 @@
 """Every error lockstep raises on purpose.
 
 LockstepError
-├── ConfigError        the request makes no sense; no weight has moved
+├── ConfigError        wrong settings; no weight has changed
 │   └── TrainedParametersError   `requires_grad` changed after the model was replicated
-├── LaunchError        the processes do not add up to one group
+├── LaunchError        the processes do not form one group
 ├── DataError          a sample, a file or a folder cannot be used
-├── NonFiniteError     the loss or the gradient stopped being a number
-├── CheckpointError    a saved run cannot be read back, or does not belong to this one
-│   └── TakenOverError another run saves into this folder now
+├── NonFiniteError     non-finite (NaN or Inf) loss or gradient
+├── CheckpointError    a checkpoint cannot be read, or belongs to another run
+│   └── TakenOverError another run now saves into this folder
 ├── NotSavedError      the run was interrupted, and steps will be repeated
 ├── LeftEarlyError     the script called exit() inside a run
 ├── OtherRankError     another rank raised an exception that is not one of these
-└── FolderInUseError   a live run already writes here
+└── FolderInUseError   another live run writes into the folder
 
 StopRequested stands apart: it is no error, and carries a stop to every rank.
 """
@@ -30,17 +30,17 @@ from typing import Any
 from lockstep.torch_compat.error_texts import is_peer_gone
 
 MAX_MESSAGE = 4000
-"""Characters of a message; more of a value that somebody handed in helps nobody."""
+"""Longest message, in characters."""
 MAX_SHOWN = 80
 SPEAK_FIRST_S = 3.0
-"""How long a rank waits before it ends because of an error that another rank prints: launchers
-end all ranks when the first one has ended."""
+"""How long other ranks wait before they exit with a shared error: launchers end all ranks when
+the first one has exited, and the rank that prints the error must not be cut short."""
 
 PEER_GONE_TEXT = (
     "lockstep: rank {rank} lost its connection: another rank ended\n"
     "  try: read the error of that rank above or in its log; LOCKSTEP_TRACEBACK=1 shows this one\n"
 )
-"""In place of a traceback that says no more, and would hide the one of the rank that failed."""
+"""Printed in place of a traceback that would hide the one of the rank that failed."""
 
 _UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -48,17 +48,17 @@ _UNPRINTABLE = re.compile(
 
 
 class LockstepError(Exception):
-    """Say what is wrong, with the numbers, and what to try next.
+    """A problem, stated with its numbers, and a remedy that starts with a verb.
 
-    Both parts stay in `args`, so the error survives pickling from a worker
-    process. `exit_code` is what a command ends with when it reaches the top.
+    Both parts are in `args`, so the error survives pickling from a worker process.
+    `exit_code` is the exit code of a command that ends with this error.
     """
 
     exit_code = 2
     is_shared = False
-    """Whether every rank raises it, in the same words: then one of them need say it."""
+    """Whether every rank raises it with the same text: then one rank prints it."""
     is_before_update = False
-    """Whether a step raised it before it changed any weight."""
+    """Whether a step raised it before changing any weight."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         self.problem = printable(problem)
@@ -70,15 +70,15 @@ class LockstepError(Exception):
 
 
 class ConfigError(LockstepError):
-    """The request makes no sense; no weight has moved."""
+    """Wrong settings; no weight has changed."""
 
 
 class TrainedParametersError(ConfigError):
-    """The trained parameters are no longer those whose gradients are exchanged."""
+    """The set of trained parameters changed after the model was replicated."""
 
 
 class LaunchError(LockstepError):
-    """The processes do not add up to one group."""
+    """The processes do not form one group."""
 
 
 class DataError(LockstepError):
@@ -86,7 +86,7 @@ class DataError(LockstepError):
 
 
 class NonFiniteError(LockstepError):
-    """The loss or the gradient stopped being a number."""
+    """Non-finite (NaN or Inf) loss or gradient."""
 
     exit_code = 3
 
@@ -96,11 +96,11 @@ class OutOfMemoryError(LockstepError):
 
 
 class CheckpointError(LockstepError):
-    """A saved run cannot be read back, or does not belong to this one."""
+    """A checkpoint cannot be read, or belongs to another run."""
 
 
 class TakenOverError(CheckpointError):
-    """Another run has taken over the folder of checkpoints: this one may not save any more."""
+    """Another run has taken over the checkpoint folder, so this one must not save any more."""
 
 
 class NotSavedError(LockstepError):
@@ -125,7 +125,7 @@ class OtherRankError(LockstepError):
 
 
 class FolderInUseError(LockstepError):
-    """A live run already writes here."""
+    """Another live run writes into the folder."""
 
 
 class StopRequested(BaseException):
@@ -139,12 +139,12 @@ class StopRequested(BaseException):
         self.exit_code = exit_code
 
 
-def say_errors_in_a_sentence() -> None:
-    """Have a script that lets an error of ours through say it without a traceback.
+def hide_tracebacks() -> None:
+    """Print uncaught lockstep errors of a script without a traceback.
 
-    It ends with the error's exit code, where python would say 1. A rank that fails because another
-    has ended says so, in place of the traceback. Other exceptions go to whatever
-    `sys.excepthook` was before; so do ours if somebody has replaced python's own.
+    The script exits with the error's exit code instead of 1. A rank that failed only because
+    another one ended says so in place of a traceback. Other exceptions go to the previous
+    `sys.excepthook`; so do lockstep errors, if a user has replaced python's own hook.
     """
     if getattr(sys.excepthook, "func", None) is not _end:
         sys.excepthook = partial(_end, sys.excepthook)
@@ -152,16 +152,16 @@ def say_errors_in_a_sentence() -> None:
 
 @contextmanager
 def own_exit_code() -> Iterator[None]:
-    """Call `say_errors_in_a_sentence` if the block raises an error of ours."""
+    """Call `hide_tracebacks` if the block raises a lockstep error."""
     try:
         yield
     except LockstepError:
-        say_errors_in_a_sentence()
+        hide_tracebacks()
         raise
 
 
 def sentence(error: LockstepError) -> str:
-    r"""Return what is said of an error in place of a traceback: what is wrong, what to try, where.
+    r"""Return the text printed for an error in place of a traceback: problem, remedy, place.
 
     >>> sentence(ConfigError("batch_size is 0", "pass batch_size=1"))
     'lockstep: batch_size is 0\n  try: pass batch_size=1\n'
@@ -171,10 +171,10 @@ def sentence(error: LockstepError) -> str:
 
 
 def _end(say: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    runtime = sys.modules.get("lockstep.dist.environment")  # never imported: there are no ranks
+    runtime = sys.modules.get("lockstep.dist.environment")  # not imported: there are no ranks
     shows_traceback = runtime is not None and runtime.shows_traceback()
-    is_typed = hasattr(sys, "ps1")  # somebody at a prompt wants to see where, and to go on
-    # torch puts a hook before python's that writes the rank before each line of a traceback.
+    is_typed = hasattr(sys, "ps1")  # keep the traceback and the session at a prompt
+    # torch wraps python's hook to prefix each line of a traceback with the rank.
     is_plain = say is sys.__excepthook__ or say.__module__.startswith("torch.distributed")
     is_brief = is_plain and not (is_typed or shows_traceback)
     if isinstance(error, LockstepError) and is_brief:
@@ -192,7 +192,7 @@ def _end(say: Any, kind: type[BaseException], error: BaseException, trace: Any) 
 
 
 def _say_once(error: LockstepError, rank: int) -> None:
-    """Print an error: what every rank raises, on the first rank alone."""
+    """Print an error; one that every rank raises is printed on the first rank only."""
     if rank:
         time.sleep(SPEAK_FIRST_S)
     if not rank or not error.is_shared:
@@ -201,7 +201,7 @@ def _say_once(error: LockstepError, rank: int) -> None:
 
 
 def printable(text: str) -> str:
-    r"""Return a message that a terminal shows as it is: control characters escaped, not too long.
+    r"""Return a message safe for terminals: control characters escaped, and shortened.
 
     >>> printable("a bell: \a")
     'a bell: \\x07'
@@ -213,7 +213,7 @@ def printable(text: str) -> str:
 
 
 def shown(value: object, limit: int = MAX_SHOWN) -> str:
-    r"""Return a value as a message quotes it: on one line, and shortened.
+    r"""Return a value for use in a message: on one line, and shortened.
 
     >>> shown("two\nlines"), shown(3), shown("x" * 1000, limit=11), shown(PurePath("a/b.yaml"))
     ("'two\\nlines'", '3', "'xxx...xxx'", 'a/b.yaml')
@@ -224,13 +224,13 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
     short.maxstring = short.maxother = short.maxlong = limit
     try:
         text = short.repr(value)
-    except ValueError:  # Python prints no integer of more than 4,300 digits
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
         text = f"a {type(value).__name__} with too many digits to print"
     return printable(text.replace("\n", " "))
 
 
 def plain(text: str, limit: int = MAX_SHOWN) -> str:
-    r"""Return a text without quotes where it is short and printable, else as `shown` does.
+    r"""Return a text without quotes if it is short and printable, else as `shown` does.
 
     >>> plain("--gpus"), plain("two\nlines"), plain("")
     ('--gpus', "'two\\nlines'", "''")
@@ -240,7 +240,7 @@ def plain(text: str, limit: int = MAX_SHOWN) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word nearest to a mistyped one, if any is near.
+    """Return the known word closest to a mistyped one, if any is close.
 
     >>> closest("batch_sise", ["epochs", "batch_size"])
     'batch_size'

@@ -1,6 +1,6 @@
-"""From text and plain values to a checked model, or one sentence about the first that does not fit.
+"""Turn text and plain values into a checked model, or into an error that names a bad one.
 
-Owns: how `section.key=value` is read, and how a bad key or value is named. Does not own: any key.
+Owns: parsing `section.key=value`, and the message for a bad key or value. Does not own: any key.
 """
 
 import re
@@ -24,7 +24,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     ((['rate', 'lr'], 0.1), (['sinks', 'wandb_tags'], ['a', '2024-01-01']))
 
     Raises:
-        ConfigError: if it sets nothing, or its value is not YAML that can be used.
+        ConfigError: if it sets nothing, or its value is not valid YAML.
     """
     path, equals, value = text.partition("=")
     if not equals:
@@ -44,10 +44,10 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def parse_model(kind: type[Model], values: Mapping[str, Any]) -> Model:
-    """Validate `values` into `kind`, turning the first complaint into one clear sentence."""
+    """Validate `values` as a `kind`; the error names the first problem in one sentence."""
     if isinstance(values, Mapping):
         for key in values:
-            if not isinstance(key, str):  # a constructor takes no such keyword
+            if not isinstance(key, str):  # not a valid keyword
                 raise ConfigError(f"{shown(key)}: keys should be strings", f"change {shown(key)}")
     with in_a_sentence(kind, values):
         return kind.model_validate(values)
@@ -55,7 +55,7 @@ def parse_model(kind: type[Model], values: Mapping[str, Any]) -> Model:
 
 @contextmanager
 def in_a_sentence(kind: type[BaseModel], values: Mapping[str, Any]) -> Iterator[None]:
-    """Turn the first complaint of the block about `values` into one clear sentence.
+    """Convert pydantic's error about `values` into one sentence about the first problem.
 
     Raises:
         ConfigError: in place of pydantic's error.
@@ -66,14 +66,15 @@ def in_a_sentence(kind: type[BaseModel], values: Mapping[str, Any]) -> Iterator[
     except ValidationError as invalid:
         errors = invalid.errors()
         first = errors[0]
-        loc, value = first["loc"], first["input"]
+        loc = first["loc"]
+        value = first["input"]
         said = [first["msg"]]
         path = _dotted(loc)
         known = _owner(kind, loc).model_fields
         if first["type"] == "extra_forbidden":
             raise unknown_key(str(loc[-1]), known, f"at {shown(path)}") from None
         same_value = [e["msg"] for e in errors if e["loc"][:-1] == loc[:-1] and e["input"] is value]
-        if len(same_value) > 1 and loc[-1] not in known:  # one message for each type it may have
+        if len(same_value) > 1 and loc[-1] not in known:  # a union: one message per type
             path = _dotted(loc[:-1])
             said = same_value
         more = f" (and {len(errors) - len(said)} more)" if len(errors) > len(said) else ""
@@ -88,7 +89,7 @@ def _dotted(path: tuple[int | str, ...]) -> str:
 
 
 def _check_storable(value: Any, path: tuple[int | str, ...]) -> None:
-    """Refuse what the record of a run cannot hold: huge integers, bytes that are not UTF-8."""
+    """Refuse values that the record of a run cannot hold: huge integers, invalid UTF-8."""
     fault = ""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         fault = "does not fit into 64 bits"
@@ -116,7 +117,7 @@ def _owner(kind: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel
 
 
 def unknown_key(key: str, known: Mapping[str, Any], where: str) -> ConfigError:
-    """Return the error for a key nobody knows, with the nearest one that somebody does."""
+    """Return the error for an unknown key, with the nearest known one."""
     near = closest(key, known)
     remedy = f"did you mean {near}?" if near else f"use one of {', '.join(sorted(known))}"
     return ConfigError(f"unknown key {shown(key)} {where}", remedy)

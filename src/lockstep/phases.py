@@ -1,7 +1,7 @@
-"""Which phase of a run this rank is in, and who is told when it changes.
+"""The phase of a run that this rank is in, and listeners for its changes.
 
-Owns: the names of the phases. Does not own: where they begin and end (`prepare`, the loader,
-`train_step` and the trainer say so), nor what a listener makes of them.
+Owns: the names of the phases. Does not own: where they begin and end, which `prepare`, the loader,
+`train_step` and the trainer decide, or what a listener does.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,11 +15,11 @@ StepPhase = Literal["data", "forward", "backward", "exchange", "update", "evalua
 the optimizer step, an evaluation, a checkpoint. On a GPU these are the times of the host."""
 Phase = BuildPhase | StepPhase
 Listener = Callable[[Phase, bool], None]
-"""Is called with a phase, and with whether it begins or ends."""
+"""Called with a phase, and whether it begins."""
 
 
 class Phases:
-    """The phase of one rank: `with world.phase("forward"):`."""
+    """The current phase of one rank: `with world.phase("forward"):`."""
 
     def __init__(self) -> None:
         self.current: Phase | None = None
@@ -27,8 +27,9 @@ class Phases:
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
-        """Return the block that is this phase; a phase may lie within another."""
-        outer, self.current = self.current, phase
+        """Enter a phase for the duration of a block; phases may be nested."""
+        outer = self.current
+        self.current = phase
         for listener in self.listeners:
             listener(phase, True)
         try:

@@ -1,8 +1,8 @@
-"""The batch and learning-rate contract: what a step consumes, and at which rate.
+"""The batch and learning-rate contract: samples per step, and the learning rate.
 
-Owns: the arithmetic of micro-batch x accumulation x ranks, steps per epoch,
-dropped samples, and the scaling rules. Pure: the same numbers are printed by
-`lockstep plan` before a run, at its start, and stored in its checkpoints.
+Owns: the arithmetic of micro-batch x accumulation x ranks, steps per epoch, dropped samples,
+and the scaling rules. All functions are pure: `lockstep plan` prints the same numbers before a
+run as the run prints at its start and stores in its checkpoints.
 """
 
 import math
@@ -17,9 +17,9 @@ Rule = Literal["none", "linear", "sqrt", "batch"]
 
 
 class BatchConfig(BaseModel):
-    """How many samples a step consumes.
+    """The number of samples in a step.
 
-    State `batch_size` (one micro-batch on one GPU) and `accumulate`, or
+    Set `batch_size` (one micro-batch on one GPU) and `accumulate`, or
     `batch_size` and `global_batch_size`, from which accumulation follows.
     """
 
@@ -45,16 +45,16 @@ class RateConfig(BaseModel):
     lr: PositiveFloat = Field(default=1e-4, allow_inf_nan=False)
     lr_scaling: Rule = "none"
     reference_batch: PositiveInt | None = None
-    """The global batch that `lr` was found at; `batch` scales from it, or from 256."""
+    """The global batch size that `lr` was tuned for, used by the rule `batch` (default: 256)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One step's global batch, cut into leaves: micro-batches of a fixed size.
+    """One step's global batch, split into leaves: micro-batches of a fixed size.
 
-    Leaves belong to the step, not to a rank. Ranks take contiguous runs of them,
-    so the same leaves are computed for every number of ranks, divisor or not, as
-    long as there is one for each rank. More ranks get smaller leaves.
+    Leaves belong to the step, not to a rank. Each rank takes a contiguous run of them, so
+    every number of ranks, divisor or not, computes the same leaves, as long as there is one
+    for each rank. With more ranks, leaves are smaller.
     """
 
     num_samples: int
@@ -63,65 +63,67 @@ class BatchPlan:
     samples_per_epoch: int
     world_size: int
     halvings: int = 0
-    """How often leaves have been halved for good: for want of memory, or in exact mode for more
+    """How often leaves were permanently halved: when memory ran out, or in exact mode for more
     ranks than the step had leaves."""
     planned_for: int = 0
-    """How many ranks the run began on; 0 in checkpoints of 0.1."""
+    """Number of ranks the run started with; 0 in checkpoints of version 0.1."""
     cut_for_ranks: int = 0
-    """Samples of a leaf where there are more ranks than leaves of the batch size, or 0."""
+    """Samples per leaf if there are more ranks than leaves of the batch size, else 0."""
 
     @property
     def leaf_size(self) -> int:
-        """Return the samples of one leaf: the batch size, or less if it was cut."""
+        """Return the samples per leaf: the batch size, or less if leaves were split."""
         halved = math.ceil(self.batch_size / (1 << self.halvings))
         return min(halved, self.cut_for_ranks or halved)
 
     @property
     def began_on(self) -> int:
-        """Return the number of ranks that the numbers follow from."""
+        """Return the number of ranks that the plan was computed for."""
         return self.planned_for or self.world_size
 
     @property
     def total_batch(self) -> int:
-        """Return the samples of one micro-batch on every rank: those that can meet in a loss."""
+        """Return the samples in one micro-batch on all ranks: those that one loss can compare."""
         return min(self.leaf_size * self.world_size, self.global_batch)
 
     @property
     def global_batch(self) -> int:
-        """Return the samples of one step, also called the effective batch."""
+        """Return the samples per step, also called the effective batch size."""
         return self.batch_size * self.leaves_per_step
 
     @property
     def accumulate(self) -> int:
-        """Return the most micro-batches a rank computes in one step."""
+        """Return the largest number of micro-batches per rank and step."""
         return math.ceil(self.num_leaves / self.world_size)
 
     @property
     def num_leaves(self) -> int:
-        """Return the micro-batches of a whole step, on all ranks together."""
+        """Return the number of micro-batches per step on all ranks together."""
         return math.ceil(self.global_batch / self.leaf_size)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return the weight updates of an epoch; its last step may be smaller."""
+        """Return the weight updates per epoch; the last step may be smaller."""
         return math.ceil(self.samples_per_epoch / self.global_batch)
 
     @property
     def dropped(self) -> int:
-        """Return the samples an epoch leaves out; the next epoch's shuffle leaves out others."""
+        """Return the samples that an epoch drops; each epoch's shuffle drops different ones."""
         return self.num_samples - self.samples_per_epoch
 
     def halved(self) -> Self:
-        """Return the plan with the next smaller leaves, for good; the global batch stays."""
+        """Return the plan with permanently halved leaves and the same global batch."""
         smaller = replace(self, halvings=self.halvings + 1)
-        while smaller.leaf_size == self.leaf_size > 1:  # they may be smaller already, for the ranks
+        while (
+            smaller.leaf_size == self.leaf_size > 1
+        ):  # leaves may already be smaller because of the ranks
             smaller = replace(smaller, halvings=smaller.halvings + 1)
         return smaller
 
     def on_ranks(self, world_size: int) -> Self:
         """Return the plan with the same global batch on another number of ranks.
 
-        Where a step has too few leaves, it is cut into one for each rank.
+        If a step has fewer leaves than ranks, it is split into one per rank.
         """
         plan = replace(self, world_size=world_size, planned_for=self.began_on, cut_for_ranks=0)
         if plan.num_leaves >= world_size:
@@ -129,14 +131,13 @@ class BatchPlan:
         return replace(plan, cut_for_ranks=math.ceil(plan.global_batch / world_size))
 
     def with_cut_of(self, other: "BatchPlan") -> Self:
-        """Return the plan with the micro-batches of `other`, if as many samples meet at a time.
+        """Return the plan with the micro-batches of `other`, if the total batch is the same.
 
-        That matters where samples of all ranks meet: 2 ranks x 4 samples are then 1 rank x 8.
+        This matters if a loss compares samples of all ranks: 2 ranks x 4 samples become
+        1 rank x 8.
         """
-        mine, theirs = (
-            (self.total_batch, self.global_batch),
-            (other.total_batch, other.global_batch),
-        )
+        mine = (self.total_batch, self.global_batch)
+        theirs = (other.total_batch, other.global_batch)
         if mine != theirs:
             return self
         return replace(
@@ -149,7 +150,7 @@ class BatchPlan:
         )
 
     def halved_for_ranks(self) -> Self:
-        """Return the plan with leaves halved for good until there is one for each rank."""
+        """Return the plan with leaves permanently halved until there is one per rank."""
         plan = replace(self, cut_for_ranks=0)
         while plan.num_leaves < plan.world_size:
             plan = plan.halved()
@@ -158,23 +159,24 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class CutChange:
-    """A step that is cut for other ranks than the checkpoint's: what a loss may notice of it."""
+    """How a step was split at the checkpoint and is split now, on another number of ranks."""
 
     was: BatchPlan
     now: BatchPlan
 
     @property
     def matters(self) -> bool:
-        """Say whether any samples meet now that did not meet before, or the other way round."""
-        was, now = self.was, self.now
+        """Return whether a loss would compare different samples than before."""
+        was = self.was
+        now = self.now
         return (was.leaf_size, was.total_batch) != (now.leaf_size, now.total_batch)
 
     def raise_for_batch_norm(
         self, before: int, now: int, instead: str = "", also: str = ""
     ) -> None:
-        """Refuse batch normalisation over `now` samples at a time where it was `before`.
+        """Refuse batch normalisation over `now` samples at a time if it was over `before`.
 
-        `instead` is another remedy than the old number of ranks; `also` is added at the end.
+        `instead` is an alternative to the old number of ranks; `also` is appended.
 
         Raises:
             ConfigError: they differ.
@@ -189,10 +191,10 @@ class CutChange:
             )
 
     def raise_for_gather(self) -> None:
-        """Refuse a loss that compares the samples of all ranks, where others would meet now.
+        """Refuse a loss that compares the samples of all ranks, if it would compare others now.
 
         Raises:
-            ConfigError: with the samples that met, and would meet.
+            ConfigError: with both numbers of samples.
         """
         was = self.was
         if self.now.total_batch != was.total_batch:
@@ -205,7 +207,7 @@ class CutChange:
 
 
 def count_ranks(num: int) -> str:
-    """Return a number of ranks in words.
+    """Return a number of ranks with its unit.
 
     >>> count_ranks(1), count_ranks(2)
     ('1 rank', '2 ranks')
@@ -214,14 +216,14 @@ def count_ranks(num: int) -> str:
 
 
 def plan_batches(config: BatchConfig, num_samples: int, world_size: int) -> BatchPlan:
-    """Solve micro-batch x accumulation x ranks for a data set of `num_samples`.
+    """Plan micro-batch x accumulation x ranks for a data set of `num_samples`.
 
     >>> plan = plan_batches(BatchConfig(batch_size=4), num_samples=29_500, world_size=8)
     >>> plan.steps_per_epoch, plan.dropped, plan.global_batch
     (921, 28, 32)
 
     Raises:
-        ConfigError: if the numbers do not fit, with ones that do.
+        ConfigError: for impossible numbers, with possible ones.
     """
     batch = config.batch_size
     if config.global_batch_size is None:
@@ -238,7 +240,9 @@ def plan_batches(config: BatchConfig, num_samples: int, world_size: int) -> Batc
                 f"pass global_batch_size={fitting}",
             )
     if num_samples == 0:
-        raise ConfigError("there are 0 samples to train on", "look at the data folder and filters")
+        raise ConfigError(
+            "there are 0 samples to train on", "check the data folder and the filters"
+        )
     kept = num_samples // drop_unit * drop_unit if config.drop_last else num_samples
     if kept == 0:
         smaller = 0 if config.global_batch_size else num_samples // world_size
@@ -267,7 +271,7 @@ def scaled_rate(config: RateConfig, world_size: int, global_batch: int) -> float
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a run promised when it began: its batch plan and its rate. Stored in checkpoints."""
+    """A run's batch plan and learning rate, fixed at its start and stored in checkpoints."""
 
     plan: BatchPlan
     base_lr: float
@@ -276,12 +280,12 @@ class Contract:
     seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain numbers and words."""
+        """Return the contract as plain numbers and strings."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Self:
-        """Rebuild it from a checkpoint."""
+        """Rebuild a contract from a checkpoint."""
         return cls(**{**stored, "plan": BatchPlan(**stored["plan"])})
 
     def describe(self) -> list[str]:
@@ -305,10 +309,10 @@ FROM_SCRATCH = "use another folder to start from scratch"
 def resume_plan(
     stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, Any], instead: str = FROM_SCRATCH
 ) -> BatchPlan:
-    """Return the plan of a resumed run: the stored global batch, on the ranks there are now.
+    """Return the plan of a resumed run: the stored global batch, on the current ranks.
 
-    `others` are further numbers, by name, as they were and are; `instead` says what to do to
-    train with the new ones.
+    `others` are more numbers to compare, by name, old and new; `instead` is the remedy for
+    training with the new ones.
 
     >>> stored = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=4)
     >>> fewer = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=2)
@@ -335,10 +339,10 @@ def resume_plan(
 
 
 def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> Contract:
-    """Return the contract a resumed run trains under.
+    """Return the contract of a resumed run.
 
-    Another number of ranks keeps the stored global batch and rate. Anything else
-    that changes what a step does needs the user's word.
+    Another number of ranks keeps the stored global batch and learning rate. Any other change
+    to a step needs accept_changes.
 
     Raises:
         ConfigError: with each changed number, old and new.
@@ -350,12 +354,12 @@ def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> 
     too_many = fresh.plan.world_size > stored.plan.global_batch
     if accept_changes and (too_many or any(old != new for _, old, new in changes)):
         return fresh
-    instead = "pass accept_changes=true to train on with the new ones"
+    instead = "pass accept_changes=true to continue with the new ones"
     return replace(stored, plan=resume_plan(stored.plan, fresh.plan, *own, instead=instead))
 
 
 def _plan_changes(stored: BatchPlan, fresh: BatchPlan) -> list[tuple[str, Any, Any]]:
     names = ["num_samples", "batch_size"]
-    if fresh.world_size == stored.began_on:  # else they follow from the ranks there were
+    if fresh.world_size == stored.began_on:  # otherwise they follow from the old number of ranks
         names += ["global_batch", "samples_per_epoch"]
     return [(name, getattr(stored, name), getattr(fresh, name)) for name in names]

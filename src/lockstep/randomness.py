@@ -1,8 +1,8 @@
-"""Named random streams derived from where in the run they are used.
+"""Named random streams, derived from their place in the run.
 
-Owns: turning (seed, stream, step, place, ...) into numbers. Does not own any
-state: a stream is re-derived where it is needed, so there is nothing to save,
-a resumed run repeats it, and it does not depend on the number of ranks.
+Owns: turning (seed, stream, step, place, ...) into numbers. Does not own any state: a
+stream is derived again whenever it is needed, so there is nothing to save, a resumed run
+repeats it, and it does not depend on the number of ranks.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 
 def derive_seed(*key: int | str) -> int:
-    """Hash a key of integers and words into a 63-bit seed.
+    """Hash a key of integers and strings to a 63-bit seed.
 
     >>> derive_seed(0, "noise", 1, 2) == derive_seed(0, "noise", 1, 2)
     True
@@ -28,14 +28,14 @@ def derive_seed(*key: int | str) -> int:
 
 
 def keyed_generator(device: torch.device, *key: int | str) -> torch.Generator:
-    """Return a generator on `device` that always draws the same numbers for `key`."""
+    """Return a generator on `device` that always gives the same numbers for `key`."""
     return torch.Generator(device).manual_seed(derive_seed(*key))
 
 
 def seed_torch(device: torch.device, *key: int | str) -> None:
     """Seed torch's own generators (dropout, `torch.randn`) of the CPU and of `device`.
 
-    `torch.manual_seed` asks every kind of device there might be, for 100 us a call.
+    `torch.manual_seed` takes 100 us, because it checks every kind of device.
     """
     seed = derive_seed(*key)
     torch.default_generator.manual_seed(seed)
@@ -55,35 +55,36 @@ def seed_everything(device: torch.device, seed: int, *key: int | str) -> None:
 
 
 def seed_all(*key: int | str) -> None:
-    """Seed torch's CPU generator, NumPy's and Python's alike."""
+    """Seed torch's CPU generator, NumPy and Python's `random`."""
     set_all(derive_seed(*key))
 
 
 def set_all(seed: int) -> None:
-    """Seed them by a number that was derived already."""
+    """Seed the same three with an already derived seed."""
     torch.default_generator.manual_seed(seed)
     set_others(seed)
 
 
 def set_others(seed: int) -> None:
-    """Likewise NumPy and Python's `random`."""
+    """Seed NumPy and Python's `random` with an already derived seed."""
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 
 
 _spare: list[np.random.MT19937] = []
-"""Generators that `untouched` has lent to NumPy and got back."""
+"""Generators that `untouched` reuses for NumPy."""
 
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Give torch's CPU generator, NumPy's and Python's back as they were.
+    """Restore torch's CPU generator, NumPy's and Python's after the block.
 
-    NumPy's is put aside, not copied, which would take 75 us; only the second number of a pair
-    of normal ones, which it may hold, is lost.
+    NumPy's generator is swapped, because copying it takes 75 us. Only a cached second normal
+    number is lost.
     """
     states = torch.get_rng_state(), random.getstate()
-    theirs, ours = get_bit_generator(), _spare.pop() if _spare else np.random.MT19937()
+    theirs = get_bit_generator()
+    ours = _spare.pop() if _spare else np.random.MT19937()
     set_bit_generator(ours)
     try:
         yield

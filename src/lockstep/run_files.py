@@ -1,12 +1,12 @@
-"""The one way to open the files of a run's folder.
+"""Opening the files in a run's folder.
 
-Owns: opening them so that a link in the folder leads nowhere, replacing a file in one rename, and
-refusing a folder that other users can change. Does not own: what is in a file, or checkpoints,
-which `checkpoint/layout.py` writes into folders that it has just made itself.
+Owns: opening files without following links, replacing a file atomically, and refusing a folder
+that other users can change. Does not own: the contents of files, or checkpoints, which
+`checkpoint/layout.py` writes into folders that it has just created.
 
-A name is given relative to the run's folder (`"samples/step_00000004.png"`). The folder itself may
-be a link, because the user chose that path; nothing below it may be one, because names there are
-known in advance and somebody else may have put a link where the run is going to write.
+Names are relative to the run's folder (`"samples/step_00000004.png"`). The folder itself may be a
+link, because the user chose that path. Nothing below it may be a link: names there are
+predictable, so another user could plant a link where the run is going to write.
 """
 
 import errno
@@ -21,26 +21,26 @@ from typing import BinaryIO, Final
 from lockstep.errors import CheckpointError
 
 SUBFOLDERS: Final = ("events", "samples", "tensorboard", "wandb", "non_finite")
-"""Folders that a run makes in its own; `checkpoints` is one too, with a rule of its own."""
+"""Subfolders that a run creates, apart from `checkpoints`, which has its own rule."""
 FOLDER_MODE: Final = 0o775
-"""Whatever the umask is, not everyone may write to a folder that a run makes."""
+"""Mode of folders that a run creates: under any umask, not writable by everyone."""
 _LINKED: Final = (errno.ELOOP, errno.ENOTDIR)
-"""What the kernel says of a link where a file, or a folder, was to be opened without following."""
+"""Errors of the kernel on opening a link without following it, as a file or a folder."""
 
 
 @contextmanager
 def replacing(folder: Path | str, name: str) -> Iterator[BinaryIO]:
-    """Write a file of a run aside and put it in place with one rename when the block ends well.
+    """Write a temporary file, and rename it into place if the block succeeds.
 
     A reader sees the old file or the new one. A link of that name is replaced, not followed.
 
     Raises:
-        OSError: the file cannot be written; what was there is untouched.
+        OSError: the file cannot be written; an old file is unchanged.
     """
     path = PurePath(name)
     with _opened_folder(folder, path.parent.parts, make=True) as parent:
         aside = f".{path.name}.{os.getpid()}"
-        with suppress(FileNotFoundError):  # left by a process of the same number that died
+        with suppress(FileNotFoundError):  # left by a dead process with the same id
             os.unlink(aside, dir_fd=parent)
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=parent)
         try:
@@ -54,16 +54,18 @@ def replacing(folder: Path | str, name: str) -> Iterator[BinaryIO]:
 
 
 def replace_text(folder: Path | str, name: str, text: str) -> None:
-    """Replace a file of a run by one that holds `text`."""
+    """Replace the contents of a run's file atomically by `text`."""
     with replacing(folder, name) as file:
         file.write(text.encode(errors="backslashreplace"))
 
 
 def open_to_append(folder: Path | str, name: str) -> int:
-    """Open a file of a run for reading and appending, made if missing; return its descriptor.
+    """Open a file of a run for reading and appending, and return its descriptor.
+
+    A missing file is created.
 
     Raises:
-        OSError: it cannot be opened, or is a link, a pipe or anything else but a regular file.
+        OSError: it cannot be opened, or is not a regular file (a link, a pipe).
     """
     return _open(folder, name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
@@ -84,7 +86,7 @@ def open_to_update(folder: Path | str, name: str) -> int:
 
 
 def read_bytes(folder: Path | str, name: str, max_bytes: int | None = None) -> bytes:
-    """Return what a file of a run holds.
+    """Return the contents of a file of a run.
 
     Raises:
         OSError: as `open_to_append`, or it holds more than `max_bytes`.
@@ -98,10 +100,10 @@ def read_bytes(folder: Path | str, name: str, max_bytes: int | None = None) -> b
 
 
 def make_folder(folder: Path | str, name: str) -> Path:
-    """Make a folder of a run, for a package that opens its own files in there.
+    """Create a subfolder of a run for a package that opens its own files.
 
     Raises:
-        OSError: it cannot be made, or there is a link in its place.
+        OSError: it cannot be created, or is a link.
     """
     with _opened_folder(folder, PurePath(name).parts, make=True):
         return Path(folder, name)
@@ -110,11 +112,11 @@ def make_folder(folder: Path | str, name: str) -> Path:
 def refuse_shared(folder: Path, is_accepted: bool = False) -> None:
     """Refuse a run's folder that other users can change, and links where the run will write.
 
-    A group may write to it: research groups share folders that way, on purpose.
+    A group may write to it: research groups share folders that way on purpose.
 
     Args:
-        folder: The run's folder; one that does not exist yet is made by the run, and safe.
-        is_accepted: The user knows that others can write there. Links are refused all the same.
+        folder: The run's folder; if it does not exist yet, the run will create a safe one.
+        is_accepted: The user accepts that others can write there. Links are still refused.
 
     Raises:
         CheckpointError: with the command or the setting that helps.
@@ -128,10 +130,10 @@ def refuse_shared(folder: Path, is_accepted: bool = False) -> None:
 
 
 def refuse_link(folder: Path, name: str) -> None:
-    """Refuse a link in the place of a file or folder that the run is going to write to.
+    """Refuse a link in place of a file or folder that the run will write.
 
     Raises:
-        CheckpointError: with where it leads.
+        CheckpointError: with the target of the link.
     """
     path = folder / name
     if path.is_symlink():
@@ -143,9 +145,10 @@ def refuse_link(folder: Path, name: str) -> None:
 
 
 def _refuse_writable(folder: Path) -> None:
-    found, new = folder.stat(), _stat_of_new_folder(folder)
+    found = folder.stat()
+    new = _stat_of_new_folder(folder)
     accept = "allow_shared_folder=true if you trust everyone who can"
-    # Some mounts show every folder as open to all, also one that was just made for its owner.
+    # Some mounts show every folder as open to all, even one just created for its owner only.
     has_modes = new is None or not new.st_mode & stat.S_IWOTH
     if found.st_mode & stat.S_IWOTH and has_modes:
         raise CheckpointError(
@@ -153,7 +156,7 @@ def _refuse_writable(folder: Path) -> None:
             f"(mode {stat.S_IMODE(found.st_mode):o}), and could replace checkpoints or plant links",
             f"run chmod go-w {folder}, use another output_dir, or set {accept}",
         )
-    # An NFS server may give what root makes to another user: then that user is us.
+    # An NFS server may assign root's files to another user; then that user is us.
     ours = (os.geteuid(), 0, new.st_uid if new is not None else 0)
     is_shared = found.st_mode & stat.S_IWGRP and found.st_gid in (os.getegid(), *os.getgroups())
     if found.st_uid not in ours and not is_shared:
@@ -165,7 +168,7 @@ def _refuse_writable(folder: Path) -> None:
 
 
 def _stat_of_new_folder(folder: Path) -> os.stat_result | None:
-    """Return what a folder made in `folder` for this user alone looks like; None if none can be."""
+    """Return the stat of a private folder created in `folder`, or None if that fails."""
     try:
         probe = tempfile.mkdtemp(dir=folder, prefix=".probe_")
         try:
@@ -177,17 +180,18 @@ def _stat_of_new_folder(folder: Path) -> os.stat_result | None:
 
 
 def _refuse_foreign_link(folder: Path) -> None:
-    """Follow a link that stands for the checkpoints only where the user has made it."""
+    """Refuse a link in place of the checkpoints, unless the user created it."""
     if folder.is_symlink() and folder.lstat().st_uid not in (os.geteuid(), 0):
         raise CheckpointError(
             f"{folder} is a link to {os.readlink(folder)} that user {folder.lstat().st_uid} made",
-            "remove it, or make it again yourself if it is where checkpoints should be",
+            "remove it, or create it again yourself if checkpoints belong there",
         )
 
 
 def _open(folder: Path | str, name: str, flags: int) -> int:
-    """Open a regular file without following a link, and without waiting for a pipe's other end."""
-    path, flags = PurePath(name), flags | os.O_NOFOLLOW | os.O_NONBLOCK
+    """Open a regular file without following a link or blocking on a pipe."""
+    path = PurePath(name)
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK
     with _opened_folder(folder, path.parent.parts, make=bool(flags & os.O_CREAT)) as parent:
         try:
             descriptor = os.open(path.name, flags, 0o666, dir_fd=parent)
@@ -201,7 +205,7 @@ def _open(folder: Path | str, name: str, flags: int) -> int:
 
 @contextmanager
 def _opened_folder(folder: Path | str, below: Sequence[str], *, make: bool) -> Iterator[int]:
-    """Open the folder that the names `below` lead to from `folder`; none of them may be a link."""
+    """Open the subfolder with the path `below` in `folder`; no part of it may be a link."""
     if make:
         Path(folder).mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -225,7 +229,7 @@ def _opened_folder(folder: Path | str, below: Sequence[str], *, make: bool) -> I
 
 
 def _named(error: OSError, path: Path) -> OSError:
-    """Say of a link that it is one, where the kernel says "Too many levels of symbolic links"."""
+    """Replace the kernel's "Too many levels of symbolic links" by a message that names the link."""
     if error.errno in _LINKED and path.is_symlink():
         return OSError(error.errno, f"it is a link to {os.readlink(path)}", str(path))
     return OSError(error.errno, os.strerror(error.errno or 0), str(path))

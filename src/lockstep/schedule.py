@@ -2,7 +2,7 @@
 
 Owns: the shape of a curve. Does not own: the optimizer, the base rate, or any
 state. Because a schedule is a function and not an object, a resumed run needs
-nothing from the checkpoint but the step. Steps are weight updates, whatever the
+nothing from the checkpoint except the step. Steps are weight updates, whatever the
 number of ranks or micro-batches.
 """
 
@@ -17,7 +17,7 @@ Schedule = Callable[[int], float]
 
 
 class ScheduleConfig(BaseModel):
-    """Warm up, then hold or decay. Epochs of warm-up become steps by the true steps per epoch."""
+    """Warm up, then hold or decay. Warm-up epochs are converted with the real steps per epoch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -30,7 +30,7 @@ class ScheduleConfig(BaseModel):
 def build_schedule(
     config: ScheduleConfig, steps_per_epoch: int | None, total_steps: int
 ) -> Schedule:
-    """Return the schedule `config` asks for over a run of `total_steps`."""
+    """Return the schedule that `config` describes, for a run of `total_steps`."""
     warmup_steps = warmup_length(config, steps_per_epoch)
     if config.shape == "cosine":
         return warmup_cosine(warmup_steps, total_steps, config.floor)

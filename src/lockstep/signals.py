@@ -1,8 +1,8 @@
-"""Stop cleanly when asked: one signal asks, a second one insists, SLURM's notices never do.
+"""Stop signals: the first asks for a clean stop, a second exits at once, SLURM's notices never do.
 
-Owns: the signals in `EXIT_CODES` while a run is under way. Does not own: what
-stopping means; the trainer asks for the `exit_code` between steps and between the batches of
-an evaluation, and lets all ranks agree. Nothing is saved and nothing is sent inside a handler.
+Owns: the signals in `EXIT_CODES` during a run. Does not own: stopping. The trainer reads
+`exit_code` between steps and between the batches of an evaluation, and lets all ranks agree.
+Nothing is saved or sent inside a handler.
 """
 
 import enum
@@ -19,8 +19,8 @@ from lockstep.dist.environment import inside_slurm_job
 from lockstep.errors import NotSavedError
 
 ECHO_S = 1.0
-"""Signals this soon after the first are its echo: a terminal's Ctrl-C reaches every
-process, and a launcher that got it too passes it on once more."""
+"""Signals this soon after the first are duplicates: Ctrl-C in a terminal reaches every
+process, and a launcher that received it forwards it again."""
 
 EXIT_CODES = {
     signal.SIGHUP: 129,
@@ -29,49 +29,49 @@ EXIT_CODES = {
     signal.SIGTERM: 143,
     signal.SIGUSR1: 138,
 }
-"""The signals that ask a run to save and stop, and its exit codes then: 128 + the signal's number.
+"""The signals that ask a run to save and stop, and its exit codes: 128 + the signal's number.
 
-A launcher passes these signals on to its ranks, and no others."""
+A launcher forwards only these signals to its ranks."""
 
 EXIT_NOT_SAVED = NotSavedError.exit_code
-"""Exit code of a run that was stopped before it could save: the steps since the last checkpoint
-will be repeated."""
+"""Exit code of a run that stopped before it could save: a resume repeats the steps since the last
+checkpoint."""
 
 
 SLURM_NOTICES = frozenset({signal.SIGTERM, signal.SIGUSR1})
-"""Signals that SLURM sends by itself, in any order: as `--signal` asks, at a preemption or requeue,
-for `scancel`, and at the time limit. Its SIGKILL comes when the time is over."""
+"""Signals that SLURM sends, in any order: for `--signal`, at a preemption or requeue, for
+`scancel`, and at the time limit. SIGKILL follows when the time is over."""
 
 
 class Heard(enum.Enum):
-    """What a stop signal means, after those that came before it."""
+    """The meaning of a stop signal, given the earlier ones."""
 
     FIRST = enum.auto()
     NOTICE = enum.auto()
-    """The run is known to stop, and may use the time that is left."""
+    """The run is already stopping, and may use the time that is left."""
     ECHO = enum.auto()
     SECOND = enum.auto()
     """Leave now."""
 
 
 class Hearing:
-    """Tells the second request to stop from echoes and from notices.
+    """Distinguishes a second request to stop from duplicates and from SLURM's notices.
 
-    Inside a SLURM job, SIGTERM and SIGUSR1 are notices however often they come: with
-    `--signal=TERM@20`, SLURM's own SIGTERM follows at the time limit, when a save may need the
-    seconds that are left. There, two of the other signals make a run leave: Ctrl-C twice.
+    Inside a SLURM job, every SIGTERM and SIGUSR1 is a notice: with `--signal=TERM@20`, SLURM's
+    own SIGTERM follows at the time limit, when a save may need the remaining seconds. There,
+    only two of the other signals make a run exit at once: Ctrl-C twice.
     """
 
     def __init__(self, inside_slurm_job: bool) -> None:
         self.heard_at = -math.inf
-        """When the last one came that was no echo, on the monotonic clock."""
+        """Monotonic time of the last signal that was not a duplicate."""
         self._heard: signal.Signals | None = None
         self._asked_by: signal.Signals | None = None
-        """The signal that the next one is compared with: the first, or the one after a warning."""
+        """The signal to compare the next one with: the first, or the one after a warning."""
         self._notices = SLURM_NOTICES if inside_slurm_job else frozenset()
 
     def hear(self, number: signal.Signals) -> Heard:
-        """Say what a signal means."""
+        """Return the meaning of a signal."""
         now = time.monotonic()
         is_echo = now - self.heard_at <= ECHO_S
         warned = self._asked_by in (*self._notices, signal.SIGUSR1) and number != self._asked_by
@@ -97,30 +97,29 @@ _fork_hook_set = False
 
 
 def note_exit_code(code: int) -> None:
-    """Remember the exit code that a run of this process deserves: 0, or that of its signal."""
+    """Remember the exit code of a run in this process: 0, or that of its signal."""
     global _last_exit_code
     _last_exit_code = code
 
 
 def last_exit_code() -> int:
-    """Return what `note_exit_code` was last called with: what a script is to exit with."""
+    """Return the last value of `note_exit_code`: the exit code for a script."""
     return _last_exit_code
 
 
 class StopSignals:
-    """Listen for stop signals inside a `with`; only the main thread may.
+    """Listen for stop signals inside a `with` block, in the main thread only.
 
-    The kernel's signal is passed on by the interpreter through a pipe to a
-    thread of ours, so it is noticed while the main thread sits in a collective.
+    The interpreter writes signals to a pipe that a separate thread reads, so they are noticed
+    even while the main thread waits in a collective.
     """
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
         self.unsaved: Callable[[], str] = lambda: "the run had not reached its first step"
-        """What leaving now would lose, in words; empty when everything is saved. Called from
-        another thread."""
+        """Returns a description of what would be lost now, or "". Called from another thread."""
         self.is_quiet = False
-        """Whether another rank says what is lost."""
+        """Whether another rank reports what is lost."""
         self._hearing = Hearing(inside_slurm_job())
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -132,12 +131,12 @@ class StopSignals:
         os.set_blocking(self._writer, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in EXIT_CODES:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` said what it wants
+            if signal.getsignal(number) is not signal.SIG_IGN:  # keep the choice of `nohup`
                 self._previous[number] = signal.signal(number, _do_nothing)
         self._thread = threading.Thread(target=self._listen, name="stop-signals", daemon=True)
         self._thread.start()
         _active = self
-        if not _fork_hook_set:  # cannot be taken back, so set once
+        if not _fork_hook_set:  # cannot be removed, so set it once
             os.register_at_fork(after_in_child=_forget_in_child)
             _fork_hook_set = True
         return self
@@ -162,7 +161,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """Return what the process should end with: 128 + signal, or 0 when none came."""
+        """Return the exit code of the process: 128 + signal, or 0 without a signal."""
         return EXIT_CODES[self.requested] if self.requested else 0
 
     def _listen(self) -> None:
@@ -174,48 +173,48 @@ class StopSignals:
                 self._receive(signal.Signals(number))
 
     def _receive(self, number: signal.Signals) -> None:
-        """Remember a request to stop, or leave at once if it is the second."""
+        """Remember a request to stop, or exit at once if it is the second."""
         is_soon = time.monotonic() - self._hearing.heard_at <= ECHO_S
         match self._hearing.hear(number):
             case Heard.FIRST:
                 self.requested = number
             case Heard.NOTICE if not is_soon:
-                # At the time limit, the seconds between SLURM's SIGTERM and its SIGKILL may be just
-                # what a save under way still needs.
+                # Do not exit: a running save may need the seconds between SLURM's SIGTERM and
+                # its SIGKILL at the time limit.
                 self._say_unsaved(f"{number.name} came before the run could save; if killed now,")
             case Heard.SECOND:
                 self._leave(number)
 
     def _leave(self, number: signal.Signals) -> NoReturn:
-        """End the process now; the exit code tells whether everything was saved."""
+        """End the process now, with an exit code that says whether everything was saved."""
         is_saved = not self._say_unsaved(f"stopped by {number.name} without saving:")
         os._exit(self.exit_code if is_saved else EXIT_NOT_SAVED)
 
     def _say_unsaved(self, what: str) -> bool:
-        """Say what is lost, if anything is; return whether it is."""
+        """Report what is lost, if anything; return whether anything is."""
         unsaved = self.unsaved()
         if unsaved and not self.is_quiet:
-            # Not through sys.stderr: the main thread may hold its lock.
+            # Do not use sys.stderr: the main thread may hold its lock.
             os.write(2, f"lockstep: {what} {unsaved}\n".encode())
         return bool(unsaved)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Stand in for the default action; the pipe carries the news."""
+    """Replace the default action; the pipe reports the signal."""
 
 
 def leave_signals_to_parent(worker: int) -> None:
-    """Ignore stop signals in a loader worker, which ends when its parent does.
+    """Ignore stop signals in a loader worker, which ends with its parent.
 
-    A scheduler signals every process of a job. A worker that died of it would
-    take away the batches that its parent needs to stop in good order.
+    A scheduler signals every process of a job. If a worker died, its parent would miss the
+    batches that it needs for a clean stop.
     """
     for number in EXIT_CODES:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _forget_in_child() -> None:
-    """Give a forked child the default actions: it must not report signals to our thread."""
+    """Restore the default actions in a forked child: it must not write to our pipe."""
     if _active is not None:
         signal.set_wakeup_fd(-1)
         for number in EXIT_CODES:

@@ -1,7 +1,7 @@
-"""What a recipe brings: a model, its data, and a loss that has not been averaged yet.
+"""The task to train: a model, its data, and a loss that has not been averaged yet.
 
-Owns: the contract between what is trained and the core that trains it. Does
-not own: batches, ranks, devices, steps. The core never looks inside a batch.
+Owns: the contract between a task and the core that trains it. Does not own: batches,
+ranks, devices, steps. The core never looks inside a batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,9 +32,9 @@ class PartialLoss:
     `weight` counts the units inside `loss_sum`: images, masked residues,
     scribbled pixels, pairs. Keeping the two apart lets the core divide by the
     weight of the whole step, so the gradient does not depend on how the units
-    fell on ranks and micro-batches. `parts` are further (sum, weight) pairs to
-    report under their names, alike for all micro-batches of a step; they carry no
-    gradient.
+    are distributed over ranks and micro-batches. `parts` are more (sum, weight) pairs to
+    log under their names, which must be the same for all micro-batches of a step. They
+    carry no gradient.
     """
 
     loss_sum: Tensor
@@ -44,33 +44,33 @@ class PartialLoss:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a loss may know beside its model and its batch."""
+    """What a loss can use besides its model and its batch."""
 
     world: "World"
     seed: int
     step: int
-    """Weight updates made so far."""
+    """Number of weight updates so far."""
     place: int
-    """Which micro-batch of the step's global batch this is, whatever rank holds it."""
+    """Index of this micro-batch in the step's global batch, on any rank."""
     training: bool = True
     counts: bool = True
-    """Whether this micro-batch adds to the step, or only keeps its rank in company."""
+    """Whether this micro-batch counts, or is padding (weight 0) for a rank without one."""
     weights: Mapping[str, Tensor] = field(default_factory=dict)
-    """What `Task.weights` counted, summed over the whole step; never 0, so divide by it."""
+    """The counts of `Task.weights`, summed over the whole step; never 0, so you can divide."""
     gathered: GatheredRows | None = None
-    """In exact mode, the other leaves of the step, whatever ranks have them."""
+    """In exact mode: the other leaves of the step, on any rank."""
     exact: bool = False
     stop_code: Callable[[], int] | None = None
     """In `finish_evaluation`: the exit code of this rank's stop signal, or 0."""
     changed_cut: CutChange | None = None
-    """In a custom loop that was resumed with other micro-batches: what they were and are."""
+    """In a custom loop resumed with other micro-batches: the old and new ones."""
 
     def raise_if_stopping(self) -> None:
-        """Leave a long `finish_evaluation` if any rank was asked to stop. Collective.
+        """End a long `finish_evaluation` if any rank was asked to stop. Collective.
 
-        Call it in every round of a long loop, equally often on every rank: they agree, so all of
-        them leave in the same round. The run then saves, and repeats the evaluation when it
-        resumes. Clean up in a `finally`, and let the StopRequested pass. Outside of
+        Call it in every iteration of a long loop, equally often on every rank: the ranks agree
+        and stop in the same iteration. The run then saves, and repeats the evaluation after a
+        resume. Clean up in a `finally`, and do not catch StopRequested. Outside
         `finish_evaluation` this does nothing.
         """
         if self.stop_code is not None:
@@ -81,13 +81,13 @@ class Context:
 
         It differs between micro-batches, repeats on resume, and is the same for
         every number of ranks. In evaluation it does not depend on the step, so
-        that two evaluations differ by their weights alone.
+        that two evaluations differ only by their weights.
         """
         step = self.step if self.training else "evaluation"
         return keyed_generator(self.world.device, self.seed, stream, step, self.place)
 
     def gather(self, local: Tensor) -> Tensor:
-        """Concatenate `local` over all ranks, in rank order, carrying gradients. Collective.
+        """Concatenate `local` over all ranks, in rank order, with gradients. Collective.
 
         In exact mode: over all micro-batches of the step, one row for each sample.
         """
@@ -97,7 +97,7 @@ class Context:
         return self.world.all_gather(local if self.counts else local[:0])
 
     def gather_start(self, local: Tensor) -> int:
-        """Return the row at which `gather(local)` holds this rank's rows. Collective."""
+        """Return the first row of this rank in `gather(local)`. Collective."""
         if self.gathered:
             return self.gathered.start
         self._check_gather()
@@ -119,24 +119,24 @@ class Context:
 
 
 class Task:
-    """What is trained. Override what differs from the defaults; `loss` always does."""
+    """What to train. Override what differs from the defaults, and always `loss`."""
 
     name = "custom"
-    """Written into every checkpoint; a checkpoint of another name is refused."""
+    """Written into every checkpoint; a checkpoint with another name is refused."""
     gathers: bool = False
-    """The loss compares the samples of all ranks of a micro-batch. A run then goes on with the
-    same number of them (batch_size x ranks) only: with another, it would be another loss."""
+    """The loss compares the samples of one micro-batch on all ranks. A run then resumes only with
+    the same number of them (batch_size x ranks), because the loss depends on it."""
 
     calls_alike: bool = False
-    """`finish_evaluation` calls the model as a module, as often on every rank. Under
-    `parallel=fsdp` it then does without all of the weights on each of them."""
+    """`finish_evaluation` calls the model as a module, equally often on every rank. Then
+    `parallel=fsdp` does not gather all weights on every rank for it."""
 
     may_change: tuple[str, ...] = ()
-    """Which of `settings` may change before a run goes on, by their dotted names: where data lie,
-    what is drawn. Any other that has changed is refused."""
+    """Dotted names of `settings` that may change before a resume, such as data paths. A change of
+    any other is refused."""
 
     def settings(self) -> dict[str, Any]:
-        """Return what the task was built with, as JSON has it: recorded, and alike on all ranks."""
+        """Return the task's settings as JSON values, to record; the same on all ranks."""
         return {}
 
     def build_model(self) -> nn.Module:
@@ -147,21 +147,21 @@ class Task:
         """Return the training samples: anything with `len` and an integer index, or an iterable.
 
         They must be the same on every rank. Torch, NumPy and Python's `random` are seeded before,
-        and again before `eval_data`: where both make a random split of the same samples, give
-        the split a generator of its own (`torch.Generator().manual_seed(0)`).
+        and again before `eval_data`: if both make a random split of the same samples, give
+        the split its own generator (`torch.Generator().manual_seed(0)`).
         """
         raise NotImplementedError
 
     def eval_data(self) -> Any | None:
-        """Return the held-out samples, or None when there is nothing to evaluate."""
+        """Return the held-out samples, or None if there are none."""
         return None
 
     def order(self, data: Any, seed: int) -> Order | None:
-        """Return the order to visit `data` in; None shuffles it anew every epoch."""
+        """Return the order to visit `data` in; None shuffles it again every epoch."""
         return None
 
     def banner(self, world: "World", contract: Contract) -> list[str]:
-        """Return further lines for the first rank to print before the first step."""
+        """Return more lines for the first rank to print before the first step."""
         return []
 
     def build_optimizer(self, model: nn.Module, lr: float) -> Optimizer:
@@ -170,14 +170,14 @@ class Task:
         return torch.optim.AdamW(trained, lr=lr, fused=all(p.is_cuda for p in trained))
 
     def compile(self, model: nn.Module) -> None:
-        """Compile `model` in place; a stack of equal blocks compiles faster block by block."""
+        """Compile `model` in place; a stack of identical blocks compiles faster block by block."""
         model.compile()
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
-        """Return what `parallel=fsdp` gathers as one: by default what is in a list of modules.
+        """Return the modules that `parallel=fsdp` gathers one at a time (default: those in lists).
 
-        Each is called as a module (its weights are nowhere else in reach), and has parameters
-        that no other has.
+        Each must be called as a module, since its weights are available only then, and must not
+        share parameters with another.
         """
         lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
         return [block for blocks in lists for block in blocks]
@@ -185,21 +185,21 @@ class Task:
     def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss | Tensor:
         """Return the summed loss of a micro-batch and its weight.
 
-        A plain scalar is taken as a mean over the samples of the micro-batch.
+        A plain scalar means: the mean over the samples of the micro-batch.
         """
         raise NotImplementedError
 
     def weights(self, batch: Any, context: Context) -> Mapping[str, Tensor | float]:
-        """Count the units of each term of the loss, where terms have different units.
+        """Count the units of each term of the loss, if terms have different units.
 
         A loss such as mean over scribbled pixels + mean over other pixels cannot be
-        divided by one weight. The core counts before the backward pass, and hands the
+        divided by one weight. The core counts before the backward pass, and passes the
         step's totals to `loss` as `context.weights`. Such a loss divides each term
-        itself, returns their sum with weight 1, and its terms as `parts`.
+        itself, and returns their sum with weight 1 and the terms as `parts`.
 
-        An evaluation counts all held-out units first, and its `context.weights` are those of an
-        average batch: each term comes out as a mean over all units. Only with an `evaluate` of
-        the task's own they are those of its batch; that returns sums.
+        An evaluation counts all held-out units first. Its `context.weights` are those of an
+        average batch, so that each term becomes a mean over all units. A task that overrides
+        `evaluate` returns sums, and gets the weights of the batch itself.
         """
         return {}
 
@@ -208,15 +208,15 @@ class Task:
     ) -> Mapping[str, tuple[Tensor, Tensor | float]] | PartialLoss | Tensor:
         """Return named (sum, weight) pairs of one held-out batch; by default the loss.
 
-        A sum may be a tensor of any shape, a confusion matrix say, for `derive` to read. Keep
-        nothing of a batch that does not count (`context.counts`): it is another rank's, too.
+        A sum may be a tensor of any shape, such as a confusion matrix, for `derive` to read. Keep
+        nothing of a batch that does not count (`context.counts`): another rank has it too.
         """
         return self.loss(model, batch, context)
 
     def derive(self, means: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Return what an evaluation reports, from means over all held-out samples of all ranks.
+        """Return the metrics of an evaluation, from means over all held-out samples of all ranks.
 
-        Here belongs what is no mean but follows from some: a perplexity, an IoU.
+        Compute here what is not a mean itself, such as a perplexity or an IoU.
         """
         return {name: float(mean) for name, mean in means.items() if mean.numel() == 1}
 
@@ -227,14 +227,13 @@ class Task:
     def finish_evaluation(
         self, model: nn.Module, context: Context, folder: str
     ) -> Mapping[str, float | Path]:
-        """Do what needs the whole model once (sample, draw); return numbers already reduced.
+        """Finish an evaluation (sample, draw); return metrics that are already reduced.
 
-        Collective: every rank calls it, with the weights that were evaluated.
-        `folder` is the run's folder; only the first rank may write there. A path
-        that is returned names a picture.
+        Collective: every rank calls it, with the evaluated weights. `folder` is the run's
+        folder; only the first rank may write there. A returned path is that of a picture.
 
         A stop signal cannot interrupt it unless it calls `context.raise_if_stopping()`: do so
-        where it takes longer than a few seconds.
+        if it takes longer than a few seconds.
         """
         return {}
 
@@ -243,13 +242,13 @@ class Task:
         return default_collate(samples)
 
     def state(self) -> dict[str, Any]:
-        """Return what the task itself must remember across a resume (statistics, vocabularies).
+        """Return the state that the task needs after a resume (statistics, vocabularies).
 
-        It must be the same on every rank: checkpoints keep the first rank's. Ranks are compared
-        after the first step and at every save, and refused where they differ. Only running
-        statistics of batch normalization may be a rank's own, as they are in the model.
+        It must be the same on every rank: checkpoints keep that of the first one. Ranks are
+        compared after the first step and at every save, and a difference ends the run. Only
+        running statistics of batch normalization may differ, as in the model.
         """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned; called before `build_model`, after `train_data`."""
+        """Restore what `state` returned; called before `build_model`, after `train_data`."""

@@ -1,7 +1,7 @@
-"""The doubles we test with, for users too: ranks, a world, a task, a clock.
+"""Test doubles, also for users: ranks, a world, a task, a clock.
 
-`run_ranks` starts real processes in a real gloo group, forked from one that has
-imported torch already, so that hundreds of such tests fit in minutes.
+`run_ranks` starts real processes in a real gloo group. They are forked from one that has already
+imported torch, so that hundreds of such tests take minutes.
 """
 
 import torch
@@ -15,7 +15,7 @@ from lockstep.task import Context, PartialLoss, Task
 
 
 class FakeWorld(World):
-    """A rank of any size without a group: collectives see this rank alone."""
+    """A rank without a group: collectives see only this rank."""
 
     def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu") -> None:
         launch = Launch(rank=rank, size=size, local_rank=rank, local_size=size, launcher="fake")
@@ -30,11 +30,11 @@ class FakeWorld(World):
         return list(values)
 
     def all_texts(self, text: str) -> list[str]:
-        """Return this rank's text, as if every rank had said it."""
+        """Return this rank's text, as if every rank had given it."""
         return [text] * self.size
 
     def all_lengths(self, length: int) -> list[int]:
-        """Return this rank's number, as if every rank had said it."""
+        """Return this rank's number, as if every rank had given it."""
         return [length] * self.size
 
     def all_gather(self, local: Tensor) -> Tensor:
@@ -58,10 +58,10 @@ class ManualClock:
 
 
 class TinyTask(Task):
-    """A regression in float64 whose units fall unevenly on samples; some samples have none.
+    """A regression in float64 in which samples have different numbers of units; some have none.
 
-    The loss of a sample is weighed by 0 to 3 units, so ranks and micro-batches
-    rarely agree on their weight, and a mean of means is visibly wrong.
+    The loss of a sample is weighted by 0 to 3 units, so ranks and micro-batches rarely have the
+    same weight, and a mean of means is visibly wrong.
     """
 
     name = "tiny"

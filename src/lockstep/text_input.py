@@ -1,7 +1,7 @@
-"""Text that a user or another program hands in: numbers, JSON, and lines of a script.
+"""Text from a user or another program: numbers, JSON, and lines of a script.
 
-Owns: reading such text within limits, so that no text can end in a traceback. Does not own:
-YAML (`yaml_input.py`), nor how a message quotes a value (`errors.shown`).
+Owns: reading such text within limits, so that no text causes a traceback. Does not own: YAML
+(`yaml_input.py`), or quoting a value in a message (`errors.shown`).
 """
 
 import json
@@ -14,7 +14,7 @@ LARGEST = 2**31 - 1
 """The largest number of anything that is counted here: what C++ and SLURM can hold."""
 
 _NOT_ON_A_LINE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Control characters, other line ends, and bytes that were not UTF-8."""
+"""Control characters, unusual line separators, and bytes that were not UTF-8."""
 
 
 def whole_number(text: str, most: int = LARGEST) -> int | None:
@@ -33,10 +33,10 @@ def whole_number(text: str, most: int = LARGEST) -> int | None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text says.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: whatever is wrong with it, nesting included.
+        ValueError: for any fault, including too deep nesting.
     """
     try:
         return json.loads(text)
@@ -45,7 +45,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_line(name: str, value: str) -> None:
-    """Refuse a value that would not stay on its own line of a script that is written.
+    """Refuse a value that would not stay on one line of a generated script.
 
     Raises:
         ConfigError: if it holds a newline, another control character, or bytes that are not UTF-8.

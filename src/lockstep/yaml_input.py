@@ -1,11 +1,11 @@
-"""YAML that a user hands in, read within limits: files of settings, and values of `--set`.
+"""YAML from a user, read within limits: settings files, and values of `--set`.
 
-Owns: the only YAML loader of the package, its limits, and what is wrong with a text or a file.
-Does not own: which keys there are, or what a value means.
+Owns: the only YAML loader of the package, its limits, and the errors for a text or a file. Does
+not own: the keys, or the meaning of a value.
 
-The loader knows text, numbers, true and false, null, lists and mappings with text for keys.
-Dates and base-60 numbers (`12:30`) stay text. Anchors, aliases and `<<` work, as long as what
-they expand to stays within the limits.
+The loader supports text, numbers, true and false, null, lists, and mappings with text keys.
+Dates and base-60 numbers (`12:30`) stay text. Anchors, aliases and `<<` work as long as their
+expansion stays within the limits.
 """
 
 import os
@@ -18,10 +18,10 @@ import yaml
 from lockstep.errors import ConfigError, shown
 
 MAX_BYTES = 256 * 1024
-"""The largest settings file of the recipes has 5 kB; this much is parsed in under a second."""
+"""Largest file. The recipes' largest one has 5 kB; this much is parsed in under a second."""
 MAX_DEPTH = 32
 MAX_NODES = 10_000
-"""Keys and values of a text, counted after aliases are expanded."""
+"""Most keys and values of a text, after expanding aliases."""
 MAX_NUMBER_LENGTH = 100
 
 _TAG = "tag:yaml.org,2002:"
@@ -31,7 +31,7 @@ _CONTROL = {chr(code) for code in range(32)} - set("\t\n\r") | {"\x7f"}
 
 
 class YamlProblem(Exception):
-    """What is wrong with a YAML text, and in which line (counted from 1) if that is known."""
+    """A fault in a YAML text, and its line (counted from 1) if known."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         super().__init__(problem)
@@ -46,7 +46,7 @@ def load_yaml(text: str) -> Any:
     {'lr': 0.1, 'started': '2024-13-45', 'averages': [0.9, 0.99]}
 
     Raises:
-        YamlProblem: if it is not YAML, or is larger than any settings need to be.
+        YamlProblem: if it is not YAML, or exceeds the limits.
     """
     if len(text) > MAX_BYTES:
         raise YamlProblem(f"it is larger than {MAX_BYTES:,} bytes")
@@ -65,14 +65,14 @@ def load_yaml(text: str) -> Any:
         problem = ", ".join(filter(None, [error.context, error.problem])) or "it cannot be parsed"
         raise YamlProblem(problem, mark.line + 1 if mark else None) from None
     except (ValueError, OverflowError, LookupError) as error:
-        # A tag that its value does not fit (!!int x), or an escape outside Unicode ("\UFFFFFFFF").
+        # A tag that does not fit its value (!!int x), or an escape outside Unicode ("\UFFFFFFFF").
         raise YamlProblem(f"a value cannot be converted: {error}") from None
 
 
 def read_yaml_file(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the keys and values of a file; an empty one has none.
+    """Return the keys and values of a file; an empty file has none.
 
-    `remedy` says what to try if the file cannot be opened.
+    `remedy` is the remedy if the file cannot be opened.
 
     Raises:
         ConfigError: naming the file, and the line where there is one.
@@ -101,14 +101,14 @@ def read_yaml_file(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def _read_bytes(path: Path, remedy: str) -> bytes:
-    """Read a regular file of at most MAX_BYTES; never wait for a pipe, never read a device."""
+    """Read a regular file of at most MAX_BYTES; never block on a pipe or read a device."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ConfigError(
                 f"{shown(path)} cannot be read: it is not a regular file",
                 "pass the path of a regular file",
             )
-        # Non-blocking: it may have been replaced by a pipe since.
+        # Non-blocking: a pipe may have replaced the file since.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
             content = f.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -123,7 +123,7 @@ def _read_bytes(path: Path, remedy: str) -> bytes:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML's safe loader with limits, without dates, and with text for keys, each once."""
+    """PyYAML's safe loader with limits, without dates, and with unique text keys."""
 
     yaml_implicit_resolvers = {
         first: [(tag, shape) for tag, shape in rows if tag not in _LEFT_AS_TEXT]
@@ -136,7 +136,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         self._num_nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        """Compose a node, unless it is one too many, too deep, or of a tag that is not plain."""
+        """Compose a node; refuse too many nodes, too deep nesting, and special tags."""
         event = self.peek_event()
         self._num_nodes += 1
         self._depth += 1
@@ -152,7 +152,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        """Build a mapping, in which a key given twice is an error and not a silent choice."""
+        """Build a mapping; a repeated key is an error."""
         seen: set[str] = set()
         for key, _ in node.value:
             if key.tag not in (_TAG + "str", _TAG + "merge"):
@@ -164,7 +164,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return dict(super().construct_mapping(node, deep))
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
-        """Read a number of 64 bits; `12:30` stays text, which YAML 1.1 takes for 750."""
+        """Read a 64-bit number; `12:30` stays text, which YAML 1.1 would read as 750."""
         text = self.construct_scalar(node)
         if ":" in text:
             return str(text)
@@ -178,7 +178,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return number
 
     def construct_text(self, node: yaml.ScalarNode) -> str:
-        """Read text; escapes in quotes may not put control characters or surrogates into it."""
+        """Read text; quoted escapes must not produce control characters or surrogates."""
         text = str(self.construct_scalar(node))
         for character in text:
             if character in _CONTROL or "\ud800" <= character <= "\udfff":
@@ -196,10 +196,10 @@ def _error(problem: str, place: Any) -> yaml.MarkedYAMLError:
 
 
 def _measure(node: yaml.Node, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return how many nodes `node` expands to and how deep; refuse what passes the limits.
+    """Return the size and depth of `node` after expansion; refuse to exceed the limits.
 
-    Loading shares the value of an alias, but whoever copies the result expands it. A node that
-    contains itself is refused for its depth.
+    Loading shares the value of an alias, but copying the result expands it. A node that contains
+    itself is refused because of its depth.
     """
     size, height = known.get(id(node), (0, 0))
     if not size:

@@ -1,1 +1,1 @@
-"""What can be trained out of the box: one package per recipe, the same file names in each."""
+"""The built-in recipes: one package each, with the same file names in every one."""

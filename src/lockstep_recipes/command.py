@@ -198,7 +198,9 @@ def rehearse(args: argparse.Namespace, small: str, asked: str) -> None:
             f"for {args.epochs} epochs",
             flush=True,
         )
-    args.max_steps, args.log_interval, args.resume = REHEARSAL_STEPS, 1, "discard"
+    args.max_steps = REHEARSAL_STEPS
+    args.log_interval = 1
+    args.resume = "discard"
     args.eval_interval = args.save_interval = args.epochs  # once each, at the end
     args.num_workers = min(args.num_workers, 1)
     args.output_dir = str(Path(args.output_dir) / "rehearsal")
@@ -209,7 +211,7 @@ def train(build: Build, argv: Sequence[str]) -> NoReturn:
 
     def work() -> int:
         built = build(argv)
-        return _say(built() if callable(built) else fit(*built))
+        return _report(built() if callable(built) else fit(*built))
 
     leave_process(_exit_code(work))
 
@@ -253,7 +255,7 @@ def _exit_code(work: Callable[[], int]) -> int:
         return 1
 
 
-def _say(result: RunResult) -> int:
+def _report(result: RunResult) -> int:
     """Print the files that the run made, on the first rank."""
     if launched_rank() == 0:
         made = {

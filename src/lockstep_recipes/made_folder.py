@@ -1,7 +1,7 @@
-"""Folders of sample data that appear whole or not at all, so that ranks may race for them.
+"""Folders of sample data that appear complete or not at all, so ranks may race to make them.
 
-Owns: writing aside and renaming, and recognising a folder that was made before. Does
-not own: what is in it.
+Owns: writing to a temporary folder and renaming it, and recognising a folder made earlier.
+Does not own: the contents.
 """
 
 import json
@@ -15,13 +15,13 @@ from typing import Any
 from lockstep.errors import DataError
 
 RECORD = ".lockstep_sample.json"
-"""Says what a folder was made from; written last. Hidden, so that no scan takes it for data."""
+"""Records what a folder was made from; written last. Hidden, so that no scan reads it as data."""
 
 
 def make_folder(
     folder: Path | str, record: Mapping[str, Any], fill: Callable[[Path], None]
 ) -> Path:
-    """Let `fill` write a folder, unless it already holds exactly what `record` says.
+    """Have `fill` write a folder, unless it already holds exactly the set that `record` describes.
 
     Raises:
         DataError: if the folder holds anything else, or cannot be written.
@@ -46,19 +46,19 @@ def _write(folder: Path, record: Mapping[str, Any], fill: Callable[[Path], None]
         try:
             os.rename(aside, folder)
         except OSError:
-            if not is_made(folder, record):  # not another rank that was faster
+            if not is_made(folder, record):  # and no other rank was faster
                 raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def is_made(folder: Path, record: Mapping[str, Any]) -> bool:
-    """Say whether `folder` holds exactly this set; False when it is missing or empty.
+    """Return whether `folder` holds exactly this set; False if it is missing or empty.
 
     Raises:
         DataError: if it holds anything else.
     """
-    was_there = folder.exists()  # asked first: another rank may make it at any moment
+    was_there = folder.exists()  # check first: another rank may create it at any moment
     try:
         made = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
@@ -66,6 +66,6 @@ def is_made(folder: Path, record: Mapping[str, Any]) -> bool:
     if made == record:
         return True
     if was_there and (made is not None or not folder.is_dir() or any(folder.iterdir())):
-        held = f"another sample set ({made})" if made else "files that are no sample set"
+        held = f"another sample set ({made})" if made else "files that are not a sample set"
         raise DataError(f"{folder} holds {held}", "name another folder, or remove this one")
     return False

@@ -1,7 +1,7 @@
-"""What autocast multiplies in, for tensors that several products share.
+"""Cast an activation to the autocast dtype once, where several matrix products share it.
 
-Autocast keeps the weights that it casts, but casts an activation anew for each product that it
-enters: as many copies forward, and as many of the gradient backward.
+Autocast caches the weights that it casts, but casts an activation again for every product that
+reads it: one copy per product forward, and one of the gradient backward.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def lowered(x: Tensor) -> Tensor:
-    """Return `x` as products take it: under autocast in its precision, else as it is.
+    """Return `x` in the dtype that matrix products use here: autocast's, if it is on.
 
     >>> lowered(torch.ones(1)).dtype
     torch.float32

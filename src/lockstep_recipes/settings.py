@@ -1,11 +1,11 @@
-"""Settings in YAML files: one file may build on another, and take values from the environment.
+"""Settings in YAML files: a file may build on another, and take values from the environment.
 
-Owns: the way from a path to plain values. Does not own: which keys there are; each
-recipe checks the values against its own models.
+Owns: reading a path into plain values. Does not own: which keys exist; each recipe
+checks the values against its own models.
 
-A file with `_base_: other.yaml` holds only what differs from the other, which is named
-relative to it. `${NAME:default}` inside a value is the environment variable, or the
-default without it; what comes out is read as YAML again, so `${LR:1e-4}` may be a number.
+A file with `_base_: other.yaml` holds only its differences from the other file, whose path
+is relative to it. `${NAME:default}` inside a value becomes the environment variable, or the
+default if it is unset; the result is parsed as YAML again, so `${LR:1e-4}` may be a number.
 """
 
 import os
@@ -19,12 +19,12 @@ from lockstep.yaml_input import MAX_BYTES, YamlProblem, load_yaml, read_yaml_fil
 
 BASE = "_base_"
 MAX_CHAIN = 20
-"""Files that may build on each other."""
+"""Longest chain of files that build on each other."""
 VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
 
 
 def read_settings(path: Path | str) -> dict[str, Any]:
-    """Return the values of a settings file, over those of the files it builds on.
+    """Return the values of a settings file, merged over those of the files it builds on.
 
     Raises:
         ConfigError: naming the file, and the line where there is one.
@@ -55,9 +55,9 @@ def _read(path: Path, above: tuple[str, ...]) -> dict[str, Any]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the keys of `over` put over it, section by section.
+    """Return `base` overridden by the keys of `over`, section by section.
 
-    A section with nothing below it (all of it commented out, say) changes nothing.
+    An empty section (one that is all commented out, say) changes nothing.
 
     >>> merged({"data": {"a": 1, "b": 2}}, {"data": {"b": 3}})
     {'data': {'a': 1, 'b': 3}}
@@ -74,14 +74,14 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expand(value: Any, path: Path) -> Any:
-    """Put the environment's values for `${NAME}` and `${NAME:default}` into all texts."""
+    """Replace `${NAME}` and `${NAME:default}` in all texts by the environment's values."""
     if isinstance(value, dict):
         return {key: _expand(below, path) for key, below in value.items()}
     if isinstance(value, list):
         return [_expand(below, path) for below in value]
     if not isinstance(value, str) or "}" not in value:
         return value
-    # Nothing can begin after the last brace, and looking there takes the square of its length.
+    # No variable begins after the last brace, and the regex would take quadratic time there.
     end = value.rindex("}") + 1
     if not VARIABLE.search(value[:end]):
         return value
@@ -94,7 +94,7 @@ def _expand(value: Any, path: Path) -> Any:
         text = os.environ.get(name, default)
         if text is None:
             raise ConfigError(
-                f"{shown(path)} takes a value from {name}, which the environment lacks",
+                f"{shown(path)} takes a value from {name}, which is not set in the environment",
                 f"export {name}=..., or give a default: ${{{name}:value}}",
             )
         length += len(text)

@@ -1,7 +1,7 @@
-"""Tables that a loss looks things up in, beside the batch: each travels there once.
+"""Lookup tables of a loss, copied to the batch's device once and cached there.
 
-`tensor.to(device)` waits until the device has done all it was asked to do before. In a loss that
-is a pause in every step; what differs from step to step goes by `lockstep.data.feed.to_device`.
+`tensor.to(device)` waits for all work queued on the device: inside a loss, a pause in every step.
+Tensors that change from step to step go through `lockstep.data.feed.to_device` instead.
 """
 
 from functools import lru_cache
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @lru_cache(maxsize=256)
 def placed(table: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `table` on `device`. It is known by itself, not by its numbers: they must not change.
+    """Return `table` on `device`. The cache goes by identity: the values must never change.
 
     >>> table = torch.arange(3)
     >>> placed(table, torch.device("cpu")) is table
@@ -22,5 +22,5 @@ def placed(table: Tensor, device: torch.device, dtype: torch.dtype | None = None
 
 
 def beside(table: Tensor, like: Tensor) -> Tensor:
-    """Return `table` on the device of `like`, in its precision."""
+    """Return `table` on the device of `like`, in its dtype."""
     return placed(table, like.device, like.dtype)

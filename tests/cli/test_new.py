@@ -70,5 +70,5 @@ def test_it_is_short_and_a_project_that_is_there_is_left_alone(project: Path) ->
     with pytest.raises(ConfigError, match="exist already\n  try: pass --force"):
         new("circles", force=False)
     assert (project / "circles" / "train.py").read_text() == "mine"
-    with pytest.raises(ConfigError, match="is not a name for a project"):
+    with pytest.raises(ConfigError, match="is not a valid project name"):
         new("a b", force=False)

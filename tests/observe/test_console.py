@@ -80,7 +80,7 @@ def test_a_log_file_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> 
     console.note("two")
     told = stream.getvalue().splitlines()
     assert [told[0], told[2:]] == ["one", ["two"]]
-    assert told[1].startswith(f"warning: no log is kept in {tmp_path / 'a' / 'b'}")
+    assert told[1].startswith(f"warning: cannot write the log {tmp_path / 'a' / 'b'}")
 
 
 def test_every_kind_has_its_line() -> None:

@@ -56,8 +56,8 @@ def test_a_folder_that_another_rank_makes_between_two_looks_is_no_stranger(
     ("spoil", "word"),
     [
         (lambda folder: make_folder(folder, {"num": 51}, fill), "another sample set"),
-        (lambda folder: folder.mkdir() or fill(folder), "no sample set"),
-        (lambda folder: folder.write_text("a file"), "no sample set"),
+        (lambda folder: folder.mkdir() or fill(folder), "not a sample set"),
+        (lambda folder: folder.write_text("a file"), "not a sample set"),
     ],
 )
 def test_anything_else_is_left_alone(

@@ -472,7 +472,7 @@ def test_ctrl_c_stops_the_following_and_not_the_job(batch: Batch) -> None:
     one.send_signal(signal.SIGINT)
     said, _ = one.communicate(timeout=60)
     assert one.returncode == 130, said
-    assert said.endswith("lockstep: job 9 goes on; scancel 9 ends it\n")
+    assert said.endswith("lockstep: job 9 is still running; scancel 9 ends it\n")
     assert not (batch.folder / "cancelled").exists()
 
 

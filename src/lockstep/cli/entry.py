@@ -1,7 +1,7 @@
-"""What the `lockstep` command runs first: while the rest is imported, Ctrl-C ends it in one line.
+"""Entry point of the `lockstep` command, with a clean Ctrl-C while the rest is imported.
 
-Owns: Ctrl-C until a verb has begun. Does not own: anything a verb does; from then on Ctrl-C is a
-KeyboardInterrupt, or a signal to pass on to ranks. It imports nothing that takes time.
+Owns: Ctrl-C until a command has begun. Does not own: the commands; in these, Ctrl-C is a
+KeyboardInterrupt, or a signal to forward to ranks. This module imports nothing slow.
 """
 
 import os
@@ -15,13 +15,12 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @contextmanager
 def quick_to_interrupt() -> Iterator[None]:
-    """Have Ctrl-C end this process at once, with one line and exit code 130.
+    """Make Ctrl-C end this process at once, with one line and exit code 130.
 
-    An exception would come up inside an import, which may print it, or take it for a failure of
-    its own and go on.
+    A KeyboardInterrupt inside an import might be printed, or caught as an import error.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # ignored, or somebody else's
+        yield  # SIGINT is ignored or handled elsewhere
         return
     signal.signal(signal.SIGINT, _leave)
     try:

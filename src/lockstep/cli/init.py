@@ -1,4 +1,4 @@
-"""`lockstep init KIND`: the launch files that guides show, for a script of one's own."""
+"""`lockstep init KIND`: launch files for your own script."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError, closest, plain, shown
 from lockstep.text_input import check_line
 
 KINDS = {
-    "vscode": "a debugger's configuration",
+    "vscode": "a debugger configuration",
     "slurm": "a batch script for several nodes",
     "accelerate": "settings for `accelerate launch`",
     "scripts": "shell scripts for one GPU and for several",
@@ -26,10 +26,10 @@ SCRIPTS = {
 
 
 def init(kind: str, script: str, args: Sequence[str], force: bool) -> list[str]:
-    """Write the files of a kind for `script` and return what to say: what was written, how to use.
+    """Write the files of a kind for `script`; return lines about the files and their use.
 
     Raises:
-        ConfigError: for an unknown kind, or a file that is there already.
+        ConfigError: for an unknown kind, or a file that exists already.
     """
     if kind not in KINDS:
         near = closest(kind, KINDS)
@@ -61,7 +61,7 @@ def _files(kind: str, script: str, args: Sequence[str]) -> tuple[list[Made], lis
     if kind == "slurm":
         path = Path("scripts/train_slurm_multi_node.sh")
         made = [Made(path, fill(path.name, words), is_program=True)]
-        # Or SLURM cannot open the output files, and the job dies without a word.
+        # Without it, SLURM cannot open the output files, and the job fails silently.
         return [*made, Made(Path("logs/.gitignore"), "*\n!.gitignore\n")], [f"sbatch {path}"]
     if kind == "accelerate":
         names = [f"accelerate_config_{nodes}_node.yaml" for nodes in ("single", "multi")]

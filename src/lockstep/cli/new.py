@@ -21,15 +21,15 @@ class Made:
 
 
 def new(name: str, force: bool) -> list[str]:
-    """Start a project in the folder `name` and return what to say.
+    """Create a project in the folder `name` and return lines about it.
 
     Raises:
-        ConfigError: for a name that is none, or a file that is there already.
+        ConfigError: for an invalid name, or a file that exists already.
     """
     folder = Path(name)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", folder.name):
         raise ConfigError(
-            f"{shown(name)} is not a name for a project", "use letters, digits, - and _"
+            f"{shown(name)} is not a valid project name", "use letters, digits, - and _"
         )
     words = {"NAME": folder.name}
     files = [Made(folder / file, fill(file, words)) for file in ("train.py", "README.md")]
@@ -38,13 +38,13 @@ def new(name: str, force: bool) -> list[str]:
 
 
 def fill(template: str, words: Mapping[str, str]) -> str:
-    """Return a template with its words put in; what is put in is not looked at again."""
+    """Return a template with its words filled in; inserted text is not searched again."""
     text = (TEMPLATES / f"{template}.tmpl").read_text()
     return re.sub("|".join(words), lambda found: words[found.group()], text)
 
 
 def write_all(files: Sequence[Made], *, force: bool) -> list[str]:
-    """Write all of them, or none if one is there already."""
+    """Write all files, or none if one exists already."""
     there = [str(made.path) for made in files if os.path.exists(made.path)]
     if there and not force:
         be = "exists" if len(there) == 1 else "exist"

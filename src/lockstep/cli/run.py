@@ -1,4 +1,4 @@
-"""`lockstep run RECIPE`: check the request here, then train here or on N processes."""
+"""`lockstep run RECIPE`: check the request, then train here or in N processes."""
 
 import importlib
 import importlib.util
@@ -10,11 +10,11 @@ from lockstep.errors import ConfigError, closest, plain, shown
 from lockstep.text_input import whole_number
 
 MAX_PROCESSES = 1024
-"""On one machine: more could not start, and would take it down trying."""
+"""Per machine: starting more would exhaust it."""
 
 
 def recipe_names() -> list[str]:
-    """Return the recipes that are installed."""
+    """Return the names of the installed recipes."""
     spec = importlib.util.find_spec("lockstep_recipes")
     locations = spec.submodule_search_locations if spec else None
     return [module.name for module in pkgutil.iter_modules(locations) if module.ispkg]
@@ -24,7 +24,7 @@ def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
     """Train `recipe` with its own flags and return the exit code.
 
     Raises:
-        ConfigError: before any process is started, if the request makes no sense.
+        ConfigError: before any process is started, if the request is wrong.
     """
     names = recipe_names()
     if recipe not in names:
@@ -46,10 +46,9 @@ def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
 
 
 def count_nodes(nodes: int | None, head: str) -> int:
-    """Return how many nodes train together.
+    """Return the number of nodes that train together.
 
-    A head without a number of nodes is half a request: this node would train alone, on a part of
-    the batch.
+    Refuse --head without --nodes: this node would train alone, on part of the batch.
     """
     if nodes is None and head:
         raise ConfigError(
@@ -60,7 +59,7 @@ def count_nodes(nodes: int | None, head: str) -> int:
 
 
 def count_processes(gpus: str) -> int:
-    """Return how many processes `--gpus` asks for.
+    """Return the number of processes for `--gpus`.
 
     >>> count_processes("4")
     4
@@ -79,7 +78,7 @@ def count_processes(gpus: str) -> int:
 
 
 def read_counts(gpus: str) -> list[int]:
-    """Return the numbers of processes that `--gpus 1,2,4` lists, each once, in order.
+    """Return the numbers of processes in `--gpus 1,2,4`, unique and sorted.
 
     >>> read_counts("4,1,2")
     [1, 2, 4]

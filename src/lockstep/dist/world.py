@@ -35,7 +35,7 @@ from lockstep.dist.process_group import (
     report_kept,
     store_of,
 )
-from lockstep.errors import LaunchError, own_exit_code, say_errors_in_a_sentence
+from lockstep.errors import LaunchError, hide_tracebacks, own_exit_code
 from lockstep.exact.reducer import ExactReducer
 
 
@@ -89,7 +89,7 @@ class World(Collectives):
         with own_exit_code():
             world = cls._enter(device, timeout_s, local_rank)
             world.attach(callbacks)
-        say_errors_in_a_sentence()  # after torch, which has a hook of its own for a group
+        hide_tracebacks()  # after torch, which has a hook of its own for a group
         return world
 
     @classmethod

@@ -1,1 +1,1 @@
-"""What a run says about itself: one record per rank, and everything that is shown from it."""
+"""Observing a run: one record per rank, and everything shown from it."""

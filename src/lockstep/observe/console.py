@@ -1,7 +1,7 @@
-"""What the first rank prints: a progress bar on a terminal, plain lines elsewhere.
+"""Console output of the first rank: a progress bar on a terminal, plain lines elsewhere.
 
-Owns: the wording, the time left, and that a closed output never ends a run. Does
-not own: any number; all of them come in events.
+Owns: the wording, the remaining time, and that a closed output never ends a run. Does not
+own: the numbers, which all come in events.
 """
 
 import math
@@ -51,22 +51,22 @@ LINES = {
 BAR_FIELDS = ("loss", "samples_per_second")
 REDRAW_S = 0.1
 ETA_REPORTS = 10
-"""How many reports back the rate behind the time left is taken from."""
+"""Number of reports over which the rate for the ETA is measured."""
 
 
 class Console:
-    """A listener that shows events as they come.
+    """A listener that prints events.
 
-    The time left is the number of steps left at the rate of the last ten reports,
-    evaluations and saves included, since more of them will come. It counts from the
-    step a run started or resumed at.
+    The ETA is the remaining steps at the rate of the last ten reports, including evaluations
+    and saves, since more of them will come. It counts from the step at which the run started
+    or resumed.
 
     Args:
-        total_steps: The step at which the run will be done.
-        stream: Where to print; standard output unless given.
-        clock: Seconds, for the time left.
-        is_terminal: Whether to draw a bar; asks the stream unless given.
-        log_file: Where to keep the lines as well, after those it already holds.
+        total_steps: The last step of the run.
+        stream: Where to print (default: standard output).
+        clock: Seconds, for the ETA.
+        is_terminal: Whether to draw a bar (default: if the stream is a terminal).
+        log_file: A file to append the lines to.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Console:
     ) -> None:
         self._total_steps = total_steps
         self._stream: TextIO | None = sys.stdout if stream is None else stream
-        with suppress(AttributeError, ValueError):  # a terminal may not know every letter of a path
+        with suppress(AttributeError, ValueError):  # for paths that the terminal cannot encode
             self._stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         self._clock = clock
         self._reports: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=ETA_REPORTS + 1)
@@ -92,8 +92,9 @@ class Console:
         self._log_file = Path(log_file) if log_file is not None else None
 
     def __call__(self, event: Event) -> None:
-        """Show one event."""
-        kind, step = event["event"], event["step"]
+        """Print one event."""
+        kind = event["event"]
+        step = event["step"]
         if kind in ("run_start", "resume"):
             self._reports.clear()
             self._reports.append((self._clock(), step))
@@ -105,7 +106,10 @@ class Console:
                 return
         if kind == "run_end":
             self.close()
-        if kind not in ("run_start", "saving"):  # the banner has said it; it is said when done
+        if kind not in (
+            "run_start",
+            "saving",
+        ):  # the banner reports the first; the second is reported when done
             self.note(self._step_line(event) if kind == "step" else _line(event))
 
     def note(self, text: str) -> None:
@@ -114,17 +118,18 @@ class Console:
         self._keep(text)
 
     def _keep(self, text: str) -> None:
-        """Write a line to the log file; one that cannot be written costs the copy, not the run."""
+        """Write a line to the log file; on an error, stop logging to it, but not the run."""
         if self._log_file is None:
             return
         try:
             append_text(self._log_file.parent, self._log_file.name, text + "\n")
         except OSError as error:
-            path, self._log_file = self._log_file, None
-            self.note(f"warning: no log is kept in {path}: {error.strerror}")
+            path = self._log_file
+            self._log_file = None
+            self.note(f"warning: cannot write the log {path}: {error.strerror}")
 
     def close(self) -> None:
-        """Leave the bar as it stands and give the terminal back."""
+        """Stop drawing the bar and restore the terminal."""
         bar, self._bar = self._bar, None
         if bar is not None:
             self._guarded(bar.stop)
@@ -157,7 +162,7 @@ class Console:
         if self._stream is None:
             return
         if self._bar is not None:
-            # `out` takes the text as it is: no markup, no wrapping, brackets stay brackets.
+            # `out` prints the text unchanged: no markup, no wrapping.
             self._bar.console.out(text, highlight=False)
         else:
             self._stream.write(text + "\n")
@@ -166,15 +171,15 @@ class Console:
     def _guarded(self, show: Callable[[], None]) -> None:
         try:
             show()
-        except (BrokenPipeError, ValueError):  # the reader has left, or the file is closed
-            self._fall_silent()
-        except OSError:  # a full disk behind a redirection: this line is lost, the next may not be
+        except (BrokenPipeError, ValueError):  # the reader is gone, or the file is closed
+            self._stop_printing()
+        except OSError:  # a full disk: only this line is lost
             pass
 
-    def _fall_silent(self) -> None:
+    def _stop_printing(self) -> None:
         stream, self._stream = self._stream, None
         bar, self._bar = self._bar, None
-        # Or the next `print` of a recipe would raise, and end the run after all.
+        # Otherwise the next `print` of a recipe would raise and end the run.
         with suppress(OSError, ValueError, AttributeError):
             descriptor = stream.fileno()  # type: ignore[union-attr]  # None is suppressed too
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -203,7 +208,7 @@ def _build_bar(stream: TextIO, total_steps: int) -> "Progress":
 
     class Terminal(RichConsole):
         def on_broken_pipe(self) -> None:
-            # The original ends the program.
+            # Overridden because rich would exit the program.
             raise BrokenPipeError
 
     whole = Column(no_wrap=True)
@@ -213,7 +218,7 @@ def _build_bar(stream: TextIO, total_steps: int) -> "Progress":
         TextColumn("{task.fields[report]}", markup=False, table_column=whole.copy()),
         console=Terminal(file=stream, force_terminal=True),
         expand=True,
-        # Drawn when there is news; a thread of its own would take time from the steps.
+        # Draw only on events; a refresh thread would take time from the steps.
         auto_refresh=False,
     )
     bar.add_task("training", total=total_steps, report="")
@@ -224,7 +229,7 @@ def _line(event: Event) -> str:
     try:
         duration = _duration(event.get("seconds", 0))
         return LINES[event["event"]].format(**event, duration=duration)
-    except (KeyError, ValueError, TypeError):  # a kind or a field of someone's own loop
+    except (KeyError, ValueError, TypeError):  # an event of a custom loop
         own = {name: event[name] for name in event if name not in ("event", "step", "time")}
         words = [f"{name} {_short(value)}" for name, value in event.get("metrics", own).items()]
         return "  ".join([f"{event['event']} at step {event['step']}", *words])

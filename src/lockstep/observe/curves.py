@@ -1,7 +1,7 @@
-"""The picture of a run: its losses, its held-out metrics, its rate and its speed.
+"""The picture of a run: losses, held-out metrics, learning rate and speed.
 
-Owns: how `curves.png` looks. Does not own: when it is drawn (`sinks.py`), nor any
-number; it reads the record like everyone else, so kills and resumes leave no mark.
+Owns: the layout of `curves.png`. Does not own: when to draw it (`sinks.py`), or the numbers: it
+reads the record, so kills and resumes are invisible.
 """
 
 import math
@@ -27,19 +27,19 @@ LOG_SCALE_FROM = 30.0
 """Curves that span more than this factor are drawn on a logarithmic axis."""
 
 MAX_LINES = 6
-"""Held-out curves in one panel: more cannot be told apart."""
+"""Most held-out curves in one panel: more would be indistinguishable."""
 NUM_COLUMNS = 3
 MAX_LETTERS = 24
-"""Names up to this long stand two in a row of a legend."""
+"""Names up to this length fit two in a row of a legend."""
 
 Series = tuple[list[int], list[float]]
 
 
 def draw_curves(folder: Path | str, path: Path | str) -> Path:
-    """Draw the run in `folder` into the picture `path`, replacing an earlier one at once.
+    """Draw the run in `folder` as the picture `path`, replacing an earlier one atomically.
 
-    First: the training loss and the held-out losses. Last: the learning rate and
-    the speed. Other held-out metrics, if there are any, stand between the two.
+    The first panel shows the training loss and the held-out losses, the last one the learning
+    rate and the speed. Panels of other held-out metrics, if any, come between.
 
     Raises:
         DataError: The folder holds no events.
@@ -83,14 +83,14 @@ def draw_curves(folder: Path | str, path: Path | str) -> Path:
 
 
 def _grouped(metrics: dict[str, Series]) -> list[tuple[str, dict[str, Series]]]:
-    """Share curves out over panels: where they are many, those whose names share a word."""
+    """Distribute curves over panels: if there are many, group those that share a word."""
     if len(metrics) <= MAX_LINES:
         return [("Held-out metrics", metrics)] if metrics else []
     words = {name: [word for word in _base(name).split("_") if word] for name in metrics}
     num_names = Counter(word for found in words.values() for word in set(found))
     groups: dict[str, list[str]] = {}
     for name, found in words.items():
-        shared = max(reversed(found), key=lambda word: num_names[word])  # of equals, the last
+        shared = max(reversed(found), key=lambda word: num_names[word])  # the last one, on a tie
         groups.setdefault(shared if num_names[shared] > 1 else "others", []).append(name)
     panels = []
     for word, names in groups.items():
@@ -103,7 +103,7 @@ def _grouped(metrics: dict[str, Series]) -> list[tuple[str, dict[str, Series]]]:
 
 
 def _base(name: str) -> str:
-    """Return what a metric is called without saying of which weights, or that it is held out."""
+    """Return the name of a metric without its prefixes for averages and held-out data."""
     return name.removeprefix("held-out ").removeprefix("ema_")
 
 
@@ -154,10 +154,10 @@ def _plot_held_out(axes: "Axes", held_out: dict[str, Series]) -> None:
             label=name,
         )
     if axes.get_lines():
-        # Below the panel: inside, there may be no place that hides no curve.
+        # Below the panel: inside, the legend might hide a curve.
         place, plain = (0.0, -0.14), {"frameon": False, "fontsize": 9, "labelcolor": INK}
         is_long = max(map(len, held_out), default=0) > MAX_LETTERS
-        plain["ncols"] = 1 if is_long else 2  # wider than the panel, it would take its room
+        plain["ncols"] = 1 if is_long else 2  # a legend wider than the panel would shrink it
         axes.legend(loc="upper left", bbox_to_anchor=place, borderaxespad=0.0, **plain)
 
 
@@ -204,7 +204,7 @@ def _metrics(events: Sequence[Event]) -> dict[str, Series]:
 
 
 def _smoothed(values: list[float]) -> list[float]:
-    """Average over the last fiftieth of the curve; short curves stay as they are."""
+    """Average over the last fiftieth of the curve; short curves are unchanged."""
     import numpy
 
     window = len(values) // 50

@@ -1,9 +1,8 @@
 """The record of a run: one JSON object per line, one file per rank.
 
-Owns: how an event is written so that a kill or a full disk costs at most one
-line, and how a log with kills and resumes in it is read. Does not own: what is
-worth recording (the trainer knows), nor how it is shown (`console.py`,
-`sinks.py` and the ring listen or read).
+Owns: writing events so that a kill or a full disk loses at most one line, and reading a log
+that contains kills and resumes. Does not own: what to record, which the trainer decides, or
+how to show it (`console.py`, `sinks.py`).
 """
 
 import json
@@ -22,31 +21,30 @@ Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 BOOKKEEPING = frozenset({"run_start", "resume", "run_end", "stop", "warning", "checkpoint"})
-"""Kinds that tell of a process, not of the training: an uninterrupted run has others.
+"""Kinds of events about a process rather than the training; an uninterrupted run has others.
 
-A `checkpoint` is there when it is told of, at some later step perhaps; `saving` is when it began.
+`checkpoint` is recorded when a save has completed, perhaps some steps after `saving`.
 """
 
 NOT_IN_JSON = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 
-# Not `warnings.warn`: where warnings are errors it would end the run it is about.
+# Not `warnings.warn`: if warnings are errors, it would end the run.
 _log = logging.getLogger("lockstep")
 
 
 class Events(list[Event]):
-    """What `read_events` returns: a list that also knows how many lines it could not read."""
+    """The result of `read_events`: a list with the number of unreadable lines."""
 
     num_unreadable: int = 0
 
 
 class EventLog:
-    """Append the events of one rank to `<folder>/events/rank_K.jsonl` and tell the listeners.
+    """Append the events of one rank to `<folder>/events/rank_K.jsonl` and call the listeners.
 
-    A line is one `write` call on a file opened for appending, so it survives the
-    death of the process. Writing never raises: a full disk costs the event and one
-    warning, and writing goes on when there is room again. A listener that raises is
-    dropped with one warning. Any thread may write; listeners are called one event
-    at a time, in the order of the lines.
+    A line is one `write` call on a file opened for appending, so it survives the death of
+    the process. Writing never raises: a full disk loses the event and logs one warning, and
+    writing continues when there is room again. A listener that raises is removed with one
+    warning. Any thread may write; listeners get one event at a time, in the order of lines.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class EventLog:
         self.path = Path(folder, log_name(rank))
         self.listeners = list(listeners)
         self._clock = clock
-        # Re-entrant: a listener may itself report something.
+        # Re-entrant: a listener may write an event itself.
         self._lock = threading.RLock()
         self._has_warned = False
         self._is_torn = False
@@ -73,7 +71,7 @@ class EventLog:
             self._warn_unwritten(error)
 
     def write(self, kind: str, step: int, **fields: Any) -> Event:
-        """Record an event and return it as the listeners get it, numbers as plain numbers."""
+        """Record an event and return it as listeners receive it, with plain numbers."""
         with self._lock:
             said = {"event": kind, "step": step, "time": self._clock(), **fields}
             text = json.dumps(said, default=_plain)
@@ -91,7 +89,7 @@ class EventLog:
             return event
 
     def close(self) -> None:
-        """Close the file. Later events still reach the listeners."""
+        """Close the file. Listeners still receive later events."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -100,10 +98,10 @@ class EventLog:
     def _append(self, text: str) -> None:
         if self._file is None:
             return
-        # A line cut short by a kill or a full disk is ended first, or it would take this one along.
+        # First end a line that a kill or a full disk has truncated, or this one would be lost too.
         line = ("\n" if self._is_torn else "") + text + "\n"
         try:
-            # ASCII, so characters are bytes and a short count means a line cut short.
+            # The text is ASCII, so a count below its length means a truncated line.
             self._is_torn = os.write(self._file, line.encode("ascii")) < len(line)
         except OSError as error:
             self._is_torn = True
@@ -116,17 +114,17 @@ class EventLog:
 
 
 def read_events(folder: Path | str, rank: int = 0, *, raw: bool = False) -> Events:
-    """Read what happened in a run, as if it had never been interrupted.
+    """Read the events of a run as if it had never been interrupted.
 
-    A `resume` at step c takes back every earlier event with a later step: those
-    steps were trained again. A `run_start` without a `resume` began anew and takes
-    back everything. The kinds in `BOOKKEEPING` are left out. So no event
-    appears twice, and a killed and resumed run reads like one that never stopped.
+    A `resume` at step c removes every earlier event with a later step, since those steps were
+    trained again. A `run_start` without a `resume` removes everything before it. The kinds in
+    `BOOKKEEPING` are omitted. So no event appears twice, and a killed and resumed run reads
+    like one that never stopped.
 
-    With `raw`, every readable line is returned as it stands in the file.
+    With `raw`, every readable line is returned unchanged.
 
-    Torn lines and binary garbage are skipped and counted in `.num_unreadable`. The
-    strings "nan", "inf" and "-inf" come back as the floats they were.
+    Truncated lines and binary garbage are skipped and counted in `.num_unreadable`. The strings
+    "nan", "inf" and "-inf" are converted back to floats.
 
     Raises:
         DataError: The folder holds no events of that rank.
@@ -137,15 +135,15 @@ def read_events(folder: Path | str, rank: int = 0, *, raw: bool = False) -> Even
     except FileNotFoundError:
         raise DataError(
             f"no events of rank {rank} in {folder}",
-            f"name the folder of a run, the one that holds {path.parent.name}/{path.name}",
+            f"pass the folder of a run, which holds {path.parent.name}/{path.name}",
         ) from None
     except OSError as error:
         raise DataError(
-            f"cannot read the events of rank {rank}: {error}", f"look at {path}"
+            f"cannot read the events of rank {rank}: {error}", f"check {path}"
         ) from error
     events = Events()
     for line in lines:
-        # A file system that lost power may have left zeros in front of a whole line.
+        # After a power loss, a complete line may be preceded by zeros.
         line = line.strip(b"\0 \r\t")
         if line:
             event = _from_json(line)
@@ -161,8 +159,8 @@ def _rewound(events: Events) -> Events:
     kept.num_unreadable = events.num_unreadable
     has_restarted = False
     rewind_to: int | None = None
-    # Process starts and resumes between two training facts count together: a run says
-    # `run_start` and then `resume`, and may be killed again before it has trained a step.
+    # Consecutive process starts and resumes count as one: a run writes `run_start`, then
+    # `resume`, and may be killed again before it has trained a step.
     for event in events:
         kind = event["event"]
         if kind == "run_start":
@@ -174,7 +172,8 @@ def _rewound(events: Events) -> Events:
                 kept[:] = [earlier for earlier in kept if earlier["step"] <= rewind_to]
             elif has_restarted:
                 kept.clear()
-            has_restarted, rewind_to = False, None
+            has_restarted = False
+            rewind_to = None
             kept.append(event)
     if rewind_to is not None:
         kept[:] = [earlier for earlier in kept if earlier["step"] <= rewind_to]
@@ -182,19 +181,19 @@ def _rewound(events: Events) -> Events:
 
 
 def log_name(rank: int) -> str:
-    """Return the name of a rank's log, from the run's folder."""
+    """Return the path of a rank's log, relative to the run's folder."""
     return f"events/rank_{rank}.jsonl"
 
 
 def _plain(value: Any) -> Any:
-    """Turn a tensor, an array, a path or the like into something JSON knows."""
+    """Convert a tensor, an array, a path and so on to a JSON type."""
     if isinstance(value, Mapping):
         return dict(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _strict(text: str) -> str:
-    """Spell out the floats that JSON lacks, as strings."""
+    """Write floats that JSON lacks as strings."""
     return json.dumps(json.loads(text, parse_constant=NOT_IN_JSON.__getitem__))
 
 

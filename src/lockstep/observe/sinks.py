@@ -1,8 +1,7 @@
-"""Where events go beside the record: TensorBoard, Weights & Biases, a picture of the curves.
+"""Sinks of events besides the record: TensorBoard, Weights & Biases, a picture of the curves.
 
-Owns: the names the numbers get there, and that nothing which happens to a sink
-reaches the training: no error, no wait. Does not own: the record itself, which is
-whole without any sink.
+Owns: the names of numbers there, and that no error or delay of a sink affects the training.
+Does not own: the record itself, which is complete without any sink.
 """
 
 import functools
@@ -26,21 +25,21 @@ from lockstep.run_files import make_folder, read_bytes, replace_text
 Warn = Callable[[str], None]
 
 QUEUE_LIMIT = 10_000
-"""Events waiting for one sink: at about 1 kB each, 10 MB."""
+"""Most events waiting for one sink: at about 1 kB each, 10 MB."""
 STEP_NAMES = ("loss", "learning_rate", "grad_norm", "samples_per_second")
 WANDB_TIMEOUT_S = 15.0
-"""How long W&B may try to reach its server; its own default is 90 s."""
+"""How long W&B may try to reach its server; W&B's default is 90 s."""
 
 
 importing = threading.Lock()
-"""Held while a sink imports, or draws, which imports. A process that is forked in the midst of that
-finds modules locked by a thread it does not have, and waits for ever: so forking waits instead,
-from the first `Sinks` on."""
+"""Held while a sink imports, or draws, which imports. A process forked during an import would find
+modules locked by a thread that it does not have, and hang. So after the first `Sinks`, forking
+waits for this lock."""
 
 
 @functools.cache
 def _let_forks_wait() -> None:
-    """Have every fork of this process wait until no sink imports."""
+    """Make every fork of this process wait until no sink imports."""
     os.register_at_fork(
         before=importing.acquire,
         after_in_parent=importing.release,
@@ -49,7 +48,7 @@ def _let_forks_wait() -> None:
 
 
 class SinkConfig(BaseModel):
-    """Which sinks a run feeds."""
+    """The sinks of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,23 +60,23 @@ class SinkConfig(BaseModel):
     wandb_tags: tuple[str, ...] = ()
     curves: bool = True
     log_file: str | None = None
-    """Where to keep what the first rank prints, as well."""
+    """A file for the output of the first rank."""
 
 
 class Sinks:
-    """A listener that hands events on without ever waiting.
+    """A listener that forwards events to sinks without ever waiting.
 
-    Each sink is opened and fed by a daemon thread of its own, so that one that
-    hangs holds up neither the training nor the others. A sink that cannot keep up
-    loses events; one that fails is switched off; either is said once through `warn`.
+    Each sink is opened and fed by its own daemon thread, so a sink that hangs delays neither
+    the training nor the others. A sink that cannot keep up loses events; one that fails is
+    switched off; either is reported once through `warn`.
 
     Args:
-        config: Which sinks.
+        config: The sinks.
         folder: The run's folder.
-        run_config: What W&B shows as the run's configuration.
-        resume_step: The step of the checkpoint the run goes on from, or None for a run
-            from the start, which begins new curves.
-        warn: Called from a sink's thread. It may write a `warning` event: sinks ignore those.
+        run_config: The run's configuration, for W&B.
+        resume_step: The step of the checkpoint that the run resumes from, or None for a run
+            from scratch, which starts new curves.
+        warn: Called from a sink's thread. It may write a `warning` event, which sinks ignore.
     """
 
     def __init__(
@@ -90,10 +89,10 @@ class Sinks:
         warn: Warn,
     ) -> None:
         folder = Path(folder)
-        _let_forks_wait()  # before there is a thread that may import
+        _let_forks_wait()  # before any thread that may import
 
         def say(message: str) -> None:
-            with suppress(Exception):  # there would be no one left to tell
+            with suppress(Exception):  # a failing warning must not stop the sink
                 warn(message)
 
         builders: dict[str, Callable[[], Sink]] = {}
@@ -112,7 +111,7 @@ class Sinks:
                 feed.put(event)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Let the sinks finish what is queued, then leave whatever is still busy behind."""
+        """Let the sinks finish queued events, then abandon any that is still busy."""
         deadline = time.monotonic() + timeout_s
         for feed in self._feeds:
             feed.end()
@@ -122,14 +121,14 @@ class Sinks:
 
 
 class Sink:
-    """What a feed drives; every method runs in the feed's thread and may raise."""
+    """Base class of sinks; every method runs in the sink's thread and may raise."""
 
     def send(self, event: Event) -> None:
-        """Take one event."""
+        """Handle one event."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Make what was taken outlive a kill."""
+        """Write events out, so that they survive a kill."""
 
     def close(self) -> None:
         """Finish."""
@@ -142,7 +141,7 @@ class _Feed:
         self._name = name
         self._build = build
         self._warn = warn
-        # Unbounded as a type, so that the end mark always fits; `put` keeps the bound.
+        # Unbounded, so that the end marker always fits; `put` keeps the limit.
         self._queue: SimpleQueue[Event | None] = SimpleQueue()
         self._num_lost = 0
         self._is_off = False
@@ -171,11 +170,11 @@ class _Feed:
             sink = self._build()
             while (event := self._queue.get()) is not None:
                 sink.send(event)
-                # What is flushed outlives a kill; under pressure, the queue comes first.
+                # Flush only if the queue is empty.
                 if self._queue.empty():
                     sink.flush()
             sink.close()
-        except BaseException as error:  # a package may even call `sys.exit`
+        except BaseException as error:  # packages may even call `sys.exit`
             if not self._is_off:
                 self._is_off = True
                 self._warn(f"{self._name} is switched off: {_reason(error)}")
@@ -191,7 +190,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _scalars(event: Event) -> dict[str, float]:
-    """Return the numbers of an event under the names all sinks use."""
+    """Return the numbers of an event under their names in all sinks."""
     kind = event["event"]
     if kind == "step":
         parts = {f"train/{name}": value for name, value in (event.get("parts") or {}).items()}
@@ -207,7 +206,7 @@ def _scalars(event: Event) -> dict[str, float]:
 
 
 def _picture(event: Event, folder: Path) -> Path | None:
-    """Return the picture an event is about, if it is still there."""
+    """Return the picture of an event, if it still exists."""
     if event["event"] != "picture":
         return None
     paths = (Path(event["path"]), folder / event["path"])
@@ -219,7 +218,7 @@ def _picture_name(event: Event) -> str:
 
 
 class TensorBoardSink(Sink):
-    """`<folder>/tensorboard`, one more file per start; the steps trained again are purged."""
+    """`<folder>/tensorboard`, with a file per start; repeated steps are purged."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         with importing:
@@ -228,7 +227,7 @@ class TensorBoardSink(Sink):
         self._folder = folder
         own_folder = make_folder(folder, "tensorboard")
         _wait_for_a_later_second(own_folder)
-        # Purging hides this step and later ones. A run from the start hides all.
+        # Purging hides this step and later ones; a run from scratch hides all.
         first_step = 0 if resume_step is None else resume_step + 1
         self._writer: Any = SummaryWriter(str(own_folder), purge_step=first_step)
 
@@ -256,19 +255,19 @@ class TensorBoardSink(Sink):
 
 
 def _wait_for_a_later_second(folder: Path) -> None:
-    """Let a quick restart's file sort after the last: names hold the time in whole seconds."""
+    """Wait so that a new file sorts after the last one: names have a time in whole seconds."""
     seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in seconds if second.isdigit()), default=0)
-    # A newer file than now was written by a machine whose clock is ahead: do not wait for that.
+    # A file from the future is from a machine whose clock is ahead: do not wait for it.
     time.sleep(min(1.0, max(0.0, newest + 1 - time.time())))
 
 
 class WandbSink(Sink):
     """One W&B run per training run, kept across resumes by the id in `<folder>/wandb_id`.
 
-    Every number is plotted against `step`, which may go back on a resume; W&B's own
-    step cannot. Without a login or a network the run is written to `<folder>/wandb` for
-    `wandb sync` later. `WANDB_MODE` is honoured.
+    Every number is plotted against `step`, which may go back on a resume, unlike W&B's own
+    step. Without a login or a network, the run is written to `<folder>/wandb` for a later
+    `wandb sync`. `WANDB_MODE` is respected.
     """
 
     def __init__(
@@ -285,9 +284,9 @@ class WandbSink(Sink):
         settings = wandb.Settings(
             console="off",
             silent=True,
-            reinit="create_new",  # a run of the user's own in this process stays untouched
+            reinit="create_new",  # keep a W&B run of the user in this process
             init_timeout=WANDB_TIMEOUT_S,
-            finish_timeout=WANDB_TIMEOUT_S,  # also bounds the wait when the program exits
+            finish_timeout=WANDB_TIMEOUT_S,  # also limits the wait at exit
         )
 
         make_folder(folder, "wandb")
@@ -307,7 +306,7 @@ class WandbSink(Sink):
                 settings=settings,
             )
 
-        # `init` alone would ask for a key on the terminal, from this thread.
+        # Otherwise `init` would ask for a key on the terminal, from this thread.
         is_online = wandb.setup(settings).settings.mode == "online"
         if is_online and not wandb.login(prompt=False, verify=False):
             warn(f"W&B has no login and writes offline; upload with: wandb sync {folder}/wandb/*")
@@ -319,7 +318,7 @@ class WandbSink(Sink):
                 if not is_online:
                     raise
                 warn(f"W&B cannot be reached and writes offline: {_reason(error)}")
-                wandb.teardown()  # or the failed attempt keeps the id occupied
+                wandb.teardown()  # otherwise the failed attempt keeps the id occupied
                 self._run = start("offline")
         self._folder = folder
         self._run.define_metric("step", hidden=True)
@@ -353,7 +352,7 @@ def _wandb_id(folder: Path, *, is_new: bool) -> str:
 class CurvesSink(Sink):
     """`<folder>/curves.png`, drawn after evaluations and at the end.
 
-    Drawing takes Python's time, which the training shares: at most a twentieth of it.
+    Drawing holds the interpreter, so it gets at most a twentieth of the time.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,8 +1,7 @@
-"""How fast a run is, and how much of its time it waits for data.
+"""The speed of a run, and the share of its time spent waiting for data.
 
-Owns: the definitions. Does not own: when to report (the trainer asks every few
-steps), nor the device: the clock is the host's, and means what it says when the
-interval ends with a step whose loss has been read.
+Owns: the definitions. Does not own: when to report, which the trainer decides, or the device:
+the clock is the host's, and is accurate if the interval ends with a step whose loss was read.
 """
 
 import time
@@ -13,14 +12,13 @@ from contextlib import AbstractContextManager, contextmanager
 class Throughput:
     """Measure the steps between two calls of `interval()`.
 
-    - `samples_per_second`: samples of the finished steps, over all ranks if that is
-      what `step_done` is given, divided by the training time.
+    - `samples_per_second`: samples of the finished steps, divided by the training time;
+      over all ranks if `step_done` gets the samples of all ranks.
     - `step_time_s`: training time divided by finished steps.
     - `data_wait_share`: the part of the training time spent inside `waiting()`, 0 to 1.
 
-    Training time is the time since the previous interval, less what was spent inside
-    `pausing()` (evaluations, saves): those are not training, and must not look like
-    a slow step.
+    Training time is the time since the previous interval without the time inside `pausing()`
+    (evaluations, saves), which must not look like a slow step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -38,7 +36,7 @@ class Throughput:
         return self._spending("waiting")
 
     def pausing(self) -> AbstractContextManager[None]:
-        """Leave the time inside out of everything."""
+        """Do not count the time inside at all."""
         return self._spending("pausing")
 
     @contextmanager
@@ -50,14 +48,14 @@ class Throughput:
             self._spent_s[how] += self._clock() - began
 
     def step_done(self, num_samples: int) -> None:
-        """Count one weight update made from `num_samples` samples."""
+        """Count one weight update on `num_samples` samples."""
         self._num_steps += 1
         self._num_samples += num_samples
 
     def interval(self) -> dict[str, float]:
         """Return the three numbers since the previous call, and start over.
 
-        All are 0 where no step was finished or no time passed.
+        All are 0 if no step was finished or no time passed.
 
         >>> now = iter([0.0, 0.0, 1.0, 4.0, 4.0])
         >>> throughput = Throughput(clock=lambda: next(now))

@@ -1,14 +1,14 @@
 """`python -m lockstep_recipes.atlas.convert SOURCE OUTPUT`: recordings to episode folders.
 
 Owns: reading two other layouts, and which episodes are held out. Does not own: the layout
-that is written; data.py describes it.
+it writes, which data.py describes.
 
     a folder, or a .tar.xz of it, with meta.jsonl    per line: dir, instruction, views, action_dim;
                                                      DIR/VIEW/NNNN.jpg, DIR/data.npz
     LIBERO's HDF5 files, one or a folder of them     data/demo_N/{actions, obs/agentview_rgb,
                                                      obs/eye_in_hand_rgb, obs/ee_states, ...}
 
-Robots differ in the width of an action, and a policy has one width: `--width` chooses, by
+Robots differ in the width of an action, and a policy has a single width: `--width`, by
 default 7. The first view becomes `workspace`; LIBERO's second becomes `wrist`, others keep
 their names. Episodes are held out as a whole, chosen by `--seed`.
 """
@@ -41,18 +41,18 @@ HDF5 = (".hdf5", ".h5")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One episode that can be written: its numbers, and how to write an image of it."""
+    """One episode: its numbers, and a function that writes one of its images."""
 
     instruction: str
     actions: NDArray[Any]
     states: NDArray[Any] | None
     views: tuple[str, ...]
     write_image: Callable[[str, int, Path], None]
-    """Given a view, a frame and a path without suffix."""
+    """Takes a view, a frame and a path without suffix."""
 
 
 def convert(argv: Sequence[str]) -> str:
-    """Convert as the flags say; return a sentence about what was made.
+    """Convert as `argv` describes and return a summary.
 
     Raises:
         LockstepError: if the source cannot be read or the output exists.
@@ -61,10 +61,10 @@ def convert(argv: Sequence[str]) -> str:
     parser.prog = "python -m lockstep_recipes.atlas.convert"
     add = parser.add_argument
     add("source", type=Path)
-    add("output", type=Path, help="the later data_dir; must not exist")
+    add("output", type=Path, help="folder to create, for data_dir")
     add("--width", type=int, default=7, help="columns of the actions to convert")
-    add("--val_share", type=float, default=0.2, help="of the episodes, held out as a whole")
-    add("--seed", type=int, default=0, help="decides which are held out")
+    add("--val_share", type=float, default=0.2, help="share of the episodes to hold out")
+    add("--seed", type=int, default=0, help="seed of the choice of held-out episodes")
     args = parser.read(argv)
     if not 0 <= args.val_share < 1:
         raise ConfigError(
@@ -111,7 +111,7 @@ def opened(source: Path, width: int) -> Iterator[list[Recording]]:
 def write_all(
     recordings: Sequence[Recording], folder: Path, val_share: float, seed: int
 ) -> Counter[str]:
-    """Write every recording into a split; at least one is held out if any share is."""
+    """Write every recording into a split; hold out at least one unless the share is 0."""
     num_val = min(len(recordings) - 1, max(round(val_share * len(recordings)), int(val_share > 0)))
     shuffled = np.random.default_rng(derive_seed(seed, "split")).permutation(len(recordings))
     held_out = set(shuffled[:num_val].tolist())
@@ -152,7 +152,8 @@ def _robots(source: Path) -> Iterator[Recording]:
             continue
         try:
             meta = parse_json(line)
-            instruction, folder = str(meta["instruction"]), source / meta["dir"]
+            instruction = str(meta["instruction"])
+            folder = source / meta["dir"]
             with (folder / "data.npz").open("rb") as file, np.load(file) as data:
                 frames = data["frame_index"].tolist()
                 actions, states = data["action"][frames], data["state"][frames]
@@ -209,7 +210,7 @@ def _libero(path: Path, stack: contextlib.ExitStack) -> Iterator[Recording]:
 
 
 def _libero_instruction(path: Path, data: Any) -> str:
-    """Return what the file says the task is, or what its name says."""
+    """Return the instruction that the file holds, or the one in its name."""
     with contextlib.suppress(KeyError, ValueError, TypeError):
         return str(parse_json(data.attrs["problem_info"])["language_instruction"]).strip('"')
     return path.stem.removesuffix("_demo").replace("_", " ")

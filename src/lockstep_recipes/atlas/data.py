@@ -1,9 +1,9 @@
-"""Episodes on disk, as samples by index: one frame, with earlier ones of the same episode.
+"""Episodes on disk; a sample is one frame, with earlier frames of the same episode.
 
-Owns: which files an episode has, reading and checking them, stacking frames, the statistics
-of actions. Does not own: the order of samples, batches, devices; pixels stay bytes and
-actions stay as recorded. Augmentation draws from Python's `random`, which the loader seeds
-by (seed, epoch, sample).
+Owns: the files of an episode, reading and checking them, stacking frames, the statistics of
+actions. Does not own: the order of samples, batches, devices. Pixels stay bytes, and actions
+stay as recorded. Augmentation uses Python's `random`, which the loader seeds by
+(seed, epoch, sample).
 
     DATA_DIR/SPLIT/EPISODE/
       images/workspace_000000.png, images/wrist_000000.png, ...   or .jpg, .jpeg
@@ -41,31 +41,31 @@ SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 class DataConfig(Section):
-    """The `data` section, but for batches and workers."""
+    """The `data` section, except batches and workers."""
 
     data_dir: Path = Path("./data/episodes")
     train_split: str = "train"
     val_split: str | None = "val"
     image_size: int = Field(default=518, ge=PATCH)
     use_wrist_camera: bool | None = None
-    """True unless `views` says which cameras there are."""
+    """True unless `views` lists the cameras."""
     views: tuple[str, ...] | None = None
     normalize_actions: bool = True
     action_stats_path: Path | None = None
     num_temporal_frames: int = Field(default=1, ge=1)
     temporal_stride: int = Field(default=1, ge=1)
     use_state: bool = False
-    """Show what the robot measures of itself: `states.csv`."""
+    """Give the network the state of the robot: `states.csv`."""
     use_last_action: bool = False
-    """Show the action before this frame's."""
+    """Give the network the previous action."""
     cache_images: bool = False
-    """Keep decoded images in memory, in each process that reads."""
+    """Keep decoded images in memory, in each worker."""
     random_shift: int = Field(default=0, ge=0)
-    """Most pixels by which training images are shifted, all of a sample alike."""
+    """Largest random shift of training images in pixels, the same for all images of a sample."""
     color_jitter: float = Field(default=0.0, ge=0, lt=1)
-    """Most by which their brightness and contrast are multiplied, up or down; likewise."""
+    """Largest random change of brightness and contrast, the same for all images of a sample."""
     max_frames: int | None = Field(default=None, ge=1)
-    """Look at only so many training frames, and held-out ones."""
+    """Use only this many training frames, and as many held-out ones."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -108,7 +108,7 @@ class Episode:
 
 
 def open_split(config: DataConfig, split: str, action_dim: int) -> list[Episode]:
-    """Read every episode of a split, all but its images.
+    """Read every episode of a split, except its images.
 
     Raises:
         DataError: naming the folder or file that is missing or does not fit.
@@ -146,7 +146,7 @@ def read_episode(
 
 
 def read_table(folder: Path, stem: str) -> Rows:
-    """Return the rows of STEM.csv, or else of STEM.parquet."""
+    """Return the rows of STEM.csv, or of STEM.parquet."""
     path = folder / f"{stem}.csv"
     if path.is_file():
         rows = _read_csv(path)
@@ -164,7 +164,7 @@ def read_table(folder: Path, stem: str) -> Rows:
 
 
 def _read_csv(path: Path) -> Rows:
-    """Read numbers; a first line that is none of them is taken for their names."""
+    """Read numbers; a first line of text is taken as the column names."""
     try:
         with path.open(newline="") as file:
             lines = [line for line in csv.reader(file) if line]
@@ -174,9 +174,9 @@ def _read_csv(path: Path) -> Rows:
         [float(word) for word in lines[0] if word.strip()] if lines else None
     except ValueError:
         names, *lines = lines
-        if not names[0].strip():  # or every column would be taken for its neighbour
+        if not names[0].strip():  # an index column, which would shift all others
             raise DataError(
-                f"{path}: the first column has no name, as that of an index",
+                f"{path}: the first column has no name, like an index",
                 "keep only the recorded columns; in pandas, use to_csv(..., index=False)",
             ) from None
     try:
@@ -197,7 +197,7 @@ def _read_parquet(path: Path) -> Rows:
     try:
         columns = parquet.read_table(path).to_pydict()
         return np.array(list(columns.values()), dtype=np.float32).reshape(len(columns), -1).T
-    except Exception as error:  # whatever a damaged file makes pyarrow raise
+    except Exception as error:  # a damaged file makes pyarrow raise all kinds of errors
         problem = f"{path} is not a table of numbers: {error}"
         raise DataError(problem, "write the file again, as columns of numbers") from error
 
@@ -229,8 +229,9 @@ def find_images(folder: Path, cameras: Sequence[str], count: int) -> dict[str, l
 
 
 def read_instruction(folder: Path) -> str:
-    """Return what the robot was told."""
-    text, meta = folder / "language_task.txt", folder / "metadata.json"
+    """Return the instruction of an episode."""
+    text = folder / "language_task.txt"
+    meta = folder / "metadata.json"
     try:
         if text.is_file():
             return text.read_text().strip()
@@ -259,8 +260,8 @@ def read_pixels(path: Path, size: int) -> Pixels:
 class Frames:
     """The frames of a list of episodes.
 
-    A sample looks back `num_temporal_frames - 1` times by `temporal_stride` frames, never
-    beyond its episode's beginning: what would lie before it is the first frame again.
+    A sample also has `num_temporal_frames - 1` earlier frames, `temporal_stride` apart. Frames
+    that would lie before the episode are replaced by its first one.
     """
 
     def __init__(
@@ -283,12 +284,12 @@ class Frames:
         return len(self.places)
 
     def describe(self, index: int) -> str:
-        """Return a sample's name, for errors."""
+        """Return the name of a sample for error messages."""
         episode, time = self.places[index]
         return f"{self.episodes[episode].folder}, frame {time}"
 
     def fingerprint(self) -> list[str]:
-        """Return what changes with each frame: its numbers, its words, its images."""
+        """Return a text per frame that changes with its numbers, instruction or images."""
         found = []
         for number, time in self.places:
             episode = self.episodes[number]
@@ -300,19 +301,20 @@ class Frames:
 
     @cached_property
     def num_states(self) -> int:
-        """How many numbers a state has; 0 without any."""
+        """Number of columns of a state; 0 without states."""
         states = self.episodes[0].states
         return 0 if states is None else states.shape[1]
 
     def times(self, time: int) -> list[int]:
-        """Return the frames a sample sees, the present one first."""
+        """Return the frames of a sample, the current one first."""
         config = self.config
         back = range(0, config.num_temporal_frames * config.temporal_stride, config.temporal_stride)
         return [max(0, time - ago) for ago in back]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         number, time = self.places[index]
-        episode, times = self.episodes[number], self.times(time)
+        episode = self.episodes[number]
+        times = self.times(time)
         paths = [episode.images[view][t] for t in times for view in self.config.cameras]
         pixels = np.stack([self._read(path) for path in paths])
         if self.is_augmented:
@@ -339,9 +341,10 @@ class Frames:
 
 
 def augment(pixels: Pixels, shift: int, jitter: float) -> Pixels:
-    """Shift and recolour all images (S, 3, H, W) of a sample alike; edges are repeated."""
+    """Shift and recolour all images (S, 3, H, W) of a sample in the same way, repeating edges."""
     if shift:
-        down, right = random.randint(0, 2 * shift), random.randint(0, 2 * shift)
+        down = random.randint(0, 2 * shift)
+        right = random.randint(0, 2 * shift)
         height, width = pixels.shape[2:]
         padded = np.pad(pixels, ((0, 0), (0, 0), (shift, shift), (shift, shift)), mode="edge")
         pixels = padded[:, :, down : down + height, right : right + width]
@@ -358,19 +361,19 @@ def augment(pixels: Pixels, shift: int, jitter: float) -> Pixels:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of the training split; saved in every checkpoint, for whoever runs the policy."""
+    """Statistics of the training split; every checkpoint has them, for running the policy."""
 
     mean: Tensor
     std: Tensor
     first: Tensor
-    """The mean first action of an episode: what stands in for the last action there."""
+    """The mean first action of an episode, which stands in for the previous action there."""
     gripper: Tensor
-    """The lowest and the highest value of the last column."""
+    """Lowest and highest value of the last column."""
     state_mean: Tensor
     state_std: Tensor
 
     def to_json(self) -> dict[str, list[float]]:
-        """Return it as plain numbers."""
+        """Return the statistics as plain numbers."""
         return {name: getattr(self, name).tolist() for name in self.__slots__}
 
     @classmethod
@@ -385,8 +388,9 @@ def measure(episodes: Sequence[Episode]) -> Statistics:
     states = np.concatenate(
         [e.states for e in episodes if e.states is not None] or [actions[:, :0]]
     )
-    low, high = float(actions[:, -1].min()), float(actions[:, -1].max())
-    if low == high:  # a gripper that never moved: take the range that such a value comes from
+    low = float(actions[:, -1].min())
+    high = float(actions[:, -1].max())
+    if low == high:  # a gripper that never moved: assume the usual range of its value
         low, high = (-1.0, 1.0) if low < 0 else (0.0, 1.0)
     return Statistics(
         *_mean_and_std(actions),
@@ -397,13 +401,14 @@ def measure(episodes: Sequence[Episode]) -> Statistics:
 
 
 def _mean_and_std(rows: Rows) -> tuple[Tensor, Tensor]:
-    mean, std = rows.mean(axis=0, dtype=np.float64), rows.std(axis=0, dtype=np.float64)
-    std[std < 1e-6] = 1.0  # a column that never moves is predicted as it is
+    mean = rows.mean(axis=0, dtype=np.float64)
+    std = rows.std(axis=0, dtype=np.float64)
+    std[std < 1e-6] = 1.0  # a constant column is not scaled
     return torch.from_numpy(mean.astype(np.float32)), torch.from_numpy(std.astype(np.float32))
 
 
 def read_statistics(path: Path, measured: Statistics) -> Statistics:
-    """Return `measured` with the actions' mean and std of a JSON file in their place.
+    """Return `measured` with the actions' mean and std replaced by those of a JSON file.
 
     Raises:
         DataError: if the file is missing, or does not fit the actions.

@@ -1,10 +1,10 @@
-"""What is measured and drawn: errors beside those of two trivial predictors, action curves.
+"""Metrics and pictures: errors of the policy and of two trivial baselines, action curves.
 
 Owns: the metrics, the two baselines, the picture. Does not own: which frames are held out.
 
-`mean` always answers with the training split's mean action; `repeat` repeats the action
-before this frame's (at an episode's first frame: the mean first action of training episodes).
-Both answer the very frames the policy answers. Pose errors are in standard deviations.
+`mean` always predicts the training split's mean action; `repeat` predicts the previous action
+(at an episode's first frame, the mean first action of training episodes). Both are measured
+on the same frames as the policy. Pose errors are in standard deviations.
 """
 
 import torch
@@ -17,7 +17,7 @@ MOST_CURVES = 12
 
 
 def measure_poses(predicted: Tensor, target: Tensor, last: Tensor, mean: Tensor) -> Pairs:
-    """Sum absolute and squared errors of poses (B, D), the policy's and the baselines'."""
+    """Sum absolute and squared errors of poses (B, D), of the policy and the baselines."""
     answers = {"": predicted, "mean_": mean.expand_as(target), "repeat_": last}
     measured: Pairs = {}
     for name, answer in answers.items():
@@ -28,7 +28,7 @@ def measure_poses(predicted: Tensor, target: Tensor, last: Tensor, mean: Tensor)
 
 
 def measure_grippers(predicted: Tensor, target: Tensor, last: Tensor, mean: Tensor) -> Pairs:
-    """Count right grippers (B), all between 0 and 1: open or closed is all that counts."""
+    """Count correct grippers (B), given in [0, 1]: only open or closed matters."""
     answers = {"": predicted, "mean_": mean.expand_as(target), "repeat_": last}
     closed = target > 0.5
     return {
@@ -38,7 +38,7 @@ def measure_grippers(predicted: Tensor, target: Tensor, last: Tensor, mean: Tens
 
 
 def draw_actions(predicted: Tensor, target: Tensor, title: str, folder: str, name: str) -> bool:
-    """Draw each column of (T, A) over time, truth and prediction; say whether it could be done."""
+    """Draw each column of (T, A) over time, truth and prediction; return whether that worked."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

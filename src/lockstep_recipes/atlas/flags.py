@@ -1,8 +1,7 @@
-"""The settings file and the flags of the atlas recipe, translated to a task and a run config.
+"""The settings file and flags of the atlas recipe, and their translation to a run config.
 
-Owns: which keys there are outside the sections of model, data and loss, and what each
-means to the loop. Does not own: reading YAML. Every key has a default: the guide's own
-example names five of them.
+Owns: the keys outside the sections model, data and loss, and what each means to the loop.
+Does not own: reading YAML. Every key has a default: the guide's own example sets only five.
 """
 
 import functools
@@ -36,7 +35,7 @@ class DataSettings(DataConfig):
 
 
 class TrainingSettings(Section):
-    """The `training` section; steps are weight updates, whatever the number of GPUs."""
+    """The `training` section; a step is a weight update, on any number of GPUs."""
 
     learning_rate: float = Field(default=1e-4, gt=0, allow_inf_nan=False)
     lr_scaling: Literal["none", "linear", "sqrt", "batch"] = "linear"
@@ -95,7 +94,7 @@ class Settings(Section):
 
 
 def flags() -> Flags:
-    """Return the parser: the guide's flags, then ours."""
+    """Return the parser: the flags of the guide, then our own."""
     parser = Flags(
         "atlas",
         "Train a robot policy: images and an instruction in, an action out.",
@@ -116,10 +115,10 @@ def flags() -> Flags:
 
 
 def build(argv: Sequence[str]) -> tuple[AtlasTask, RunConfig]:
-    """Turn the command line and its settings file into what `fit` takes."""
+    """Turn the command line and its settings file into the arguments of `fit`."""
     args = flags().read(argv)
     values = read_settings(args.config) if args.config else {}
-    for name in Settings.model_fields:  # `data:` with nothing below it is an empty section
+    for name in Settings.model_fields:  # an empty `data:` is an empty section
         if name != "device" and values.get(name, 0) is None:
             values[name] = {}
     own, others = split_overrides(args.set)
@@ -135,12 +134,13 @@ def build(argv: Sequence[str]) -> tuple[AtlasTask, RunConfig]:
 
 
 def split_overrides(texts: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Tell keys of the settings file from run settings.
+    """Separate keys of the settings file from settings of the run.
 
     >>> split_overrides(["data.batch_size=4", "checkpoint.keep_last=2"])
     ([{'data': {'batch_size': 4}}], ['checkpoint.keep_last=2'])
     """
-    own, others = [], []
+    own = []
+    others = []
     for text in texts:
         (section, *keys), value = parse_override(text)
         kind = Settings.model_fields[section].annotation if section in Settings.model_fields else 0
@@ -168,11 +168,13 @@ def run_folder(save_dir: str) -> str:
 def rehearse(settings: Settings, folder: str, resume: str) -> tuple[Settings, str, str]:
     """Shrink the run to a minute: the smallest backbones, ten epochs of one step each.
 
-    Batch size and accumulation stay, so that the batch contract is the one asked for. Data
-    that exist are used, as many frames as one step takes; others are generated. A checkpoint
-    to resume from is looked for among the rehearsal's own, and two more epochs are trained.
+    Batch size and accumulation stay, so the batch contract is that of the real run. If the
+    data exist, one step's worth of frames is used; otherwise frames are generated. With a
+    checkpoint to resume, which must be the rehearsal's own, two more epochs are trained.
     """
-    model, data, training = settings.model, settings.data, settings.training
+    model = settings.model
+    data = settings.data
+    training = settings.training
     folder = str(Path(folder) / "rehearsal")
     is_going_on = resume not in ("auto", "never", "discard")
     epochs = REHEARSAL_EPOCHS + 2 * is_going_on
@@ -215,7 +217,7 @@ def rehearse(settings: Settings, folder: str, resume: str) -> tuple[Settings, st
 
 
 def task_config(settings: Settings, path: Path | None) -> AtlasConfig:
-    """Return what the task is built from."""
+    """Return the config of the task."""
     data = {name: getattr(settings.data, name) for name in DataConfig.model_fields}
     return AtlasConfig(
         model=settings.model,
@@ -228,7 +230,10 @@ def task_config(settings: Settings, path: Path | None) -> AtlasConfig:
 
 def run_values(settings: Settings, folder: str, resume: str) -> dict[str, Any]:
     """Return the values of a RunConfig."""
-    data, training, wandb, log = settings.data, settings.training, settings.wandb, settings.logging
+    data = settings.data
+    training = settings.training
+    wandb = settings.wandb
+    log = settings.logging
     return {
         "output_dir": folder,
         "seed": training.seed,

@@ -1,8 +1,8 @@
 """The policy: geometry and language backbones, their fusion, and an action head.
 
-Owns: the two backbone interfaces, the small language encoder, what is built on top of the
-backbones, and what it means that one is frozen. Does not own: VGGT's blocks (vggt.py),
-files of episodes, losses; actions and states come and go standardised.
+Owns: the two backbone interfaces, the small language encoder, the layers on top of the
+backbones, and freezing a backbone. Does not own: VGGT's blocks (vggt.py), files of episodes,
+losses. Actions and states are standardised here.
 
 Shapes: B samples, S images of a sample, L words, G geometry channels, F fusion channels.
 """
@@ -56,18 +56,18 @@ class ModelConfig(Section):
     vggt_preset: Literal["micro", "tiny", "full"] = "tiny"
     lang_preset: Literal["micro", "tiny"] = "tiny"
     allow_random_backbone: bool = True
-    """Whether a named checkpoint that is missing may be replaced by random weights."""
+    """Use random weights if a named checkpoint is missing."""
     has_gripper: bool = True
-    """Whether the last of the action's columns is a gripper."""
+    """Whether the last column of an action is a gripper."""
     predict_residual: bool = False
-    """Predict the change from the last action, which `data.use_last_action` shows."""
+    """Predict the change from the previous action, which needs `data.use_last_action`."""
     fusion_layers: int = Field(default=4, ge=1)
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:
         reasons = {
-            "use_quaternion": "the head predicts the columns of the actions as they were recorded",
+            "use_quaternion": "the head predicts the columns of the actions as recorded",
             "use_diffusion_head": "one action per frame is regressed, not sampled",
         }
         for name, reason in reasons.items():
@@ -84,43 +84,43 @@ class ModelConfig(Section):
 
     @property
     def num_pose(self) -> int:
-        """How many columns of an action are no gripper."""
+        """Number of columns of an action without the gripper."""
         return self.action_dim - self.has_gripper
 
 
 class GeometryBackbone(Protocol):
-    """Anything that turns a sample's images into tokens; VGGT's aggregator is one."""
+    """Turns a sample's images into tokens; VGGT's aggregator is one."""
 
     width: int
     """Channels of a token."""
     gives: frozenset[str]
-    """Which of "pose" and "points" it has heads of its own for."""
+    """For which of "pose" and "points" it has heads."""
 
     def __call__(self, images: Tensor) -> Geometry:
         """Take images (B, S, 3, H, W) in 0..1."""
 
 
 class LanguageBackbone(Protocol):
-    """Anything that turns word numbers into a vector per word."""
+    """Turns word numbers into a vector per word."""
 
     hidden_size: int
 
     def __call__(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Take numbers and which of them count, both (B, L); return (B, L, hidden_size)."""
+        """Take word numbers and their mask, both (B, L); return (B, L, hidden_size)."""
 
 
 class Tokenizer(Protocol):
-    """Anything that numbers the words of instructions."""
+    """Turns instructions into word numbers."""
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return numbers and which of them count, both (B, L)."""
+        """Return word numbers and their mask, both (B, L)."""
 
 
 # --- language ------------------------------------------------------------------------------------
 
 
 def hash_words(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Number words by a checksum: no vocabulary to store, the same on every machine.
+    """Number words by a checksum, which needs no vocabulary and is the same on every machine.
 
     >>> tokens, mask = hash_words(["Lift the cup", "lift"])
     >>> tokens.shape, mask.sum(dim=1).tolist(), bool(tokens[0, 1] == tokens[1, 1])
@@ -175,7 +175,7 @@ def pretrained_tokenizer(folder: str) -> Tokenizer:
     """Return the tokenizer of a local language model."""
     inner = _transformers(folder).AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if inner.pad_token is None:
-        inner.pad_token = inner.eos_token  # Llama has none; what is padded does not count
+        inner.pad_token = inner.eos_token  # Llama has none; the mask hides padding
 
     def number(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         made = inner(
@@ -208,8 +208,8 @@ def _transformers(folder: str) -> Any:
 class PointNet(nn.Module):
     """One vector from a set of points: (B, 3, N) to (B, 256).
 
-    Group normalisation in place of the usual batch normalisation: batches are small, and a
-    sample's features must not depend on which others share its GPU.
+    It uses group normalisation in place of batch normalisation: batches are small, and a
+    sample's features must not depend on the other samples on its GPU.
     """
 
     def __init__(self) -> None:
@@ -227,8 +227,8 @@ class PointNet(nn.Module):
 class GeometryEncoder(nn.Module):
     """One vector per image, from a backbone's patches, camera pose and world points.
 
-    A backbone without heads of its own for pose and points gets small ones here, which are
-    trained even if the backbone is frozen: no weights exist for them.
+    A backbone without heads for pose and points gets small ones here. They are trained even
+    if the backbone is frozen, since no weights for them exist.
     """
 
     def __init__(self, backbone: nn.Module, config: ModelConfig) -> None:
@@ -245,10 +245,8 @@ class GeometryEncoder(nn.Module):
             total += 256
         if config.use_pose:
             if "pose" not in gives:  # type: ignore[operator]
-                self.camera, self.to_pose = (
-                    Block(width, _num_heads(width), 1.0),
-                    nn.Linear(width, 9),
-                )
+                self.camera = Block(width, _num_heads(width), 1.0)
+                self.to_pose = nn.Linear(width, 9)
             self.pose = nn.Sequential(nn.Linear(9, 128), nn.GELU())
             total += 128
         self.uses = (config.use_pointnet, config.use_pose)
@@ -276,12 +274,13 @@ class GeometryEncoder(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Queries (B, L, F) look at a memory (B, M, F)."""
+    """Attention of queries (B, L, F) to a memory (B, M, F)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.heads = _num_heads(width)
-        self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * width)
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, memory: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -292,13 +291,15 @@ class CrossAttention(nn.Module):
 
 
 class FusionLayer(nn.Module):
-    """Words look at each other, then at the images; pre-norm."""
+    """Words attend to each other, then to the images; pre-norm."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
-        self.among, self.across = CrossAttention(width), CrossAttention(width)
-        self.mlp, self.dropout = Mlp(width), nn.Dropout(dropout)
+        self.among = CrossAttention(width)
+        self.across = CrossAttention(width)
+        self.mlp = Mlp(width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
         own = lowered(self.norms[0](x))
@@ -309,14 +310,14 @@ class FusionLayer(nn.Module):
 
 
 class AtlasNet(nn.Module):
-    """Images, an instruction and, where asked for, the robot's own numbers; an action out.
+    """Predict an action from images, an instruction and, optionally, the robot's state.
 
     Args:
         config: The `model` section.
         geometry: A `GeometryBackbone`.
         language: A `LanguageBackbone`.
-        num_images: How many images a sample has, S: views x times.
-        num_own: How many numbers the robot says of itself (states, last actions); 0: none.
+        num_images: Number of images in a sample, S: views x times.
+        num_own: Number of values of the robot (states, previous actions); 0: none.
     """
 
     def __init__(
@@ -344,7 +345,7 @@ class AtlasNet(nn.Module):
             self.pool = CrossAttention(width)
         if num_own:
             self.own = nn.Sequential(nn.Linear(num_own, width), nn.GELU(), nn.Linear(width, width))
-            # What the robot measures often nearly is the action: a straight line from it.
+            # The state is often close to the action, so give it a linear path to the output.
             self.straight = nn.Linear(num_own, config.action_dim, bias=False)
             nn.init.zeros_(self.straight.weight)
         self.head = nn.Sequential(
@@ -365,7 +366,7 @@ class AtlasNet(nn.Module):
         return [*frozen, self.language] if self.config.freeze_lang_encoder else frozen
 
     def train(self, mode: bool = True) -> Self:
-        """Switch to training; what is frozen stays in evaluation mode."""
+        """Switch to training; frozen backbones stay in evaluation mode."""
         super().train(mode)
         for part in self.frozen_parts():
             part.eval()
@@ -377,9 +378,9 @@ class AtlasNet(nn.Module):
         """Return actions (B, A), standardised; a gripper's column is a logit.
 
         Args:
-            images: (B, S, 3, H, W) bytes; the first is the present one of the first view.
+            images: (B, S, 3, H, W) bytes; the first is the current one of the first view.
             tokens: (B, L) word numbers.
-            mask: (B, L), which of them count.
+            mask: (B, L), which of them are words.
             own: (B, num_own), standardised.
         """
         pixels = images.to(self.norm.weight.dtype) / 255
@@ -413,11 +414,11 @@ def _num_heads(width: int) -> int:
     return max(1, width // 64)
 
 
-# --- where backbones come from -------------------------------------------------------------------
+# --- loading backbones -------------------------------------------------------------------
 
 
 def build_geometry(config: ModelConfig, notes: list[str]) -> Aggregator:
-    """Return the aggregator, from a local file where there is one; say in `notes` what it is."""
+    """Return the aggregator, from a local file if there is one; append its source to `notes`."""
     aggregator = Aggregator(PRESETS[config.vggt_preset])
     path = config.vggt_checkpoint
     if path and path.is_file():
@@ -435,11 +436,12 @@ def build_geometry(config: ModelConfig, notes: list[str]) -> Aggregator:
 
 def find_language(config: ModelConfig, notes: list[str] | None = None) -> str | None:
     """Return the folder of a local language model, or None for the small encoder."""
-    name, notes = config.lang_encoder_name, [] if notes is None else notes
+    name = config.lang_encoder_name
+    notes = [] if notes is None else notes
     if name and Path(name).is_dir():
         return name
     if name:
-        missing = f"lang_encoder_name {name} is no local folder, and nothing is downloaded"
+        missing = f"lang_encoder_name {name} is not a local folder, and nothing is downloaded"
         if not config.allow_random_backbone:
             raise ConfigError(missing, "name a folder, or set allow_random_backbone: true")
         notes.append(f"{missing}: random weights (lang_preset {config.lang_preset}) in its place")
@@ -452,12 +454,12 @@ def find_language(config: ModelConfig, notes: list[str] | None = None) -> str | 
 
 
 def build_language(config: ModelConfig, notes: list[str]) -> TextEncoder | PretrainedText:
-    """Return the language backbone, from a local folder where there is one."""
+    """Return the language backbone, from a local folder if there is one."""
     folder = find_language(config, notes)
     return pretrained_text(folder) if folder else TextEncoder(config.lang_preset)
 
 
 def build_tokenizer(config: ModelConfig) -> Tokenizer:
-    """Return the tokenizer that belongs to the language backbone."""
+    """Return the tokenizer of the language backbone."""
     folder = find_language(config)
     return pretrained_tokenizer(folder) if folder else hash_words

@@ -1,7 +1,7 @@
-"""Episodes made on the spot: the instruction decides which of two blocks a hand moves to.
+"""Generated episodes: the instruction decides which of two blocks a hand moves to.
 
-Owns: drawing them, the same for the same seed. Does not own: reading them back. Episodes
-come in pairs with the same images: only the instruction tells their actions apart.
+Owns: drawing them, reproducibly from a seed. Does not own: reading them back. Episodes
+come in pairs with the same images, so only the instruction distinguishes their actions.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from lockstep_recipes.made_folder import make_folder
 COLOURS = {"red": (210, 50, 40), "blue": (50, 70, 210)}
 HAND = (240, 230, 120)
 REACH = 0.75
-"""How near the hand must be for the gripper to close; the table is 2 wide."""
+"""Distance at which the gripper closes; the table is 2 wide."""
 Point = NDArray[np.float64]
 
 
@@ -28,7 +28,7 @@ def make_episodes(
     size: int = 56,
     seed: int = 0,
 ) -> Path:
-    """Write `num` training and `num_val` validation episodes; a folder that holds them stays.
+    """Write `num` training and `num_val` validation episodes, unless the folder holds them already.
 
     Raises:
         DataError: if the folder holds anything else.
@@ -48,12 +48,13 @@ def make_episodes(
 def write_episode(
     folder: Path, named: str, frames: int, size: int, rng: np.random.Generator
 ) -> None:
-    """Write one episode in which the hand wanders, and its actions point to the named block."""
+    """Write an episode in which the hand wanders and its actions point to the named block."""
     (folder / "images").mkdir(parents=True)
     blocks = dict(zip(COLOURS, rng.permutation([[-0.6, 0.0], [0.6, 0.0]]), strict=True))
     blocks = {colour: place + rng.uniform(-0.3, 0.3, 2) for colour, place in blocks.items()}
     phase = rng.uniform(0, 2 * np.pi)
-    actions, states = [], []
+    actions = []
+    states = []
     for frame in range(frames):
         angle = 2 * np.pi * frame / frames + phase
         hand = np.array([0.8 * np.cos(angle), 0.5 * np.sin(2 * angle)])
@@ -86,7 +87,7 @@ def draw(
 
 
 def write_table(path: Path, rows: NDArray[np.floating]) -> None:
-    """Write rows of numbers as CSV, with a line of names."""
+    """Write rows of numbers as CSV, with column names."""
     names = ",".join(f"{path.stem[:-1]}_{column}" for column in range(rows.shape[1]))
     lines = [",".join(f"{value:.9g}" for value in row) for row in rows]
     path.write_text("\n".join([names, *lines]) + "\n")

@@ -1,13 +1,13 @@
 """A robot policy as a task: the action of a frame from images and an instruction.
 
-Owns: what the network is shown, the loss, what an evaluation measures and draws, what a
-checkpoint remembers. Does not own: the network, the files, the loop.
+Owns: the network's inputs, the loss, the metrics and pictures of an evaluation, the state in
+a checkpoint. Does not own: the network, the files, the loop.
 
 L = mean over frames of  pose_weight x mean over columns of SmoothL1(pose, target)
                        + gripper_weight x |sigmoid(gripper) - target|
 
-Poses are standardised by the training split. The gripper's target is mapped to [0, 1]: a
-sigmoid can never reach a recorded -1, and the loss would stay where the mean of both ends is.
+Poses are standardised with the statistics of the training split. The gripper's target is mapped
+to [0, 1], because a sigmoid cannot reach a recorded -1.
 """
 
 import warnings
@@ -61,21 +61,21 @@ class LossConfig(Section):
 
 
 class AtlasConfig(Section):
-    """Everything that makes one run differ from another, the loop aside."""
+    """All settings of the task."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     weight_decay: float = Field(default=0.01, ge=0)
     notes: tuple[str, ...] = ()
-    """Further lines for the banner."""
+    """More lines for the banner."""
 
 
 POSE_LOSSES = {"smooth_l1": F.smooth_l1_loss, "l1": F.l1_loss, "l2": F.mse_loss}
 
 
 class AtlasTask(Task):
-    """Train a policy; its backbones as well, or not."""
+    """Train a policy, with or without its backbones."""
 
     name = "atlas"
     may_change = (
@@ -93,7 +93,7 @@ class AtlasTask(Task):
         self.num_geometry = 0
         if config.model.predict_residual and not config.data.use_last_action:
             raise ConfigError(
-                "model.predict_residual adds to the last action, which is not shown",
+                "model.predict_residual adds to the previous action, which is not an input",
                 "set data.use_last_action: true",
             )
 
@@ -105,25 +105,26 @@ class AtlasTask(Task):
 
     @cached_property
     def episodes(self) -> list[Episode]:
-        """What is trained on."""
+        """The training episodes."""
         config = self.config
         return open_split(config.data, config.data.train_split, config.model.action_dim)
 
     @cached_property
     def statistics(self) -> Statistics:
-        """Of the training split's actions and states."""
-        measured, path = measure(self.episodes), self.config.data.action_stats_path
+        """Statistics of the actions and states of the training split."""
+        measured = measure(self.episodes)
+        path = self.config.data.action_stats_path
         return measured if path is None else read_statistics(path, measured)
 
     def train_data(self) -> Frames:
         """Return the training frames."""
         frames = self._frames(self.episodes, is_training=True)
-        _ = self.statistics  # a file of them that does not fit is found now, on all ranks alike
+        _ = self.statistics  # read now, so that a bad statistics file is found before training
         return frames
 
     @cached_property
     def held_out(self) -> Frames | None:
-        """The frames of the episodes that are held out, each episode as a whole."""
+        """The frames of the held-out episodes."""
         config = self.config
         if config.data.val_split is None:
             return None
@@ -147,7 +148,7 @@ class AtlasTask(Task):
 
     @property
     def num_own(self) -> int:
-        """How many numbers the robot says of itself per sample."""
+        """Number of values of the robot per sample."""
         data = self.config.data
         states = self.episodes[0].states
         per_time = (0 if states is None else states.shape[1]) + (
@@ -156,24 +157,27 @@ class AtlasTask(Task):
         return per_time * data.num_temporal_frames
 
     def build_model(self) -> AtlasNet:
-        """Return the network, its backbones from local files where there are any."""
+        """Return the network; its backbones are loaded from local files if there are any."""
         self.notes = []
         config = self.config.model
-        geometry, language = build_geometry(config, self.notes), build_language(config, self.notes)
+        geometry = build_geometry(config, self.notes)
+        language = build_language(config, self.notes)
         self.num_geometry = num_parameters(geometry)
         data = self.config.data
         num_images = len(data.cameras) * data.num_temporal_frames
         return AtlasNet(config, geometry, language, num_images, self.num_own)
 
     def build_optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        """Return AdamW over what is trained."""
+        """Return AdamW over the trained parameters."""
         trained = [p for p in model.parameters() if p.requires_grad]
         fused = all(p.is_cuda for p in trained)
         return AdamW(trained, lr=lr, weight_decay=self.config.weight_decay, fused=fused)
 
     def banner(self, world: World, contract: Contract) -> list[str]:
-        """Say what the guide says at the start, then what is frozen and what is random."""
-        config, data, held_out = self.config.model, self.config.data, self.held_out
+        """Return the start-up lines of the guide, then which parts are frozen or random."""
+        config = self.config.model
+        data = self.config.data
+        held_out = self.held_out
         factor = contract.effective_lr / contract.base_lr
         frozen = [name for name in ("vggt", "lang_encoder") if getattr(config, f"freeze_{name}")]
         return [
@@ -199,16 +203,19 @@ class AtlasTask(Task):
         return self._loss(self._predict(model, batch), batch)
 
     def _loss(self, predicted: Tensor, batch: Batch) -> PartialLoss:
-        config, shape = self.config, self.config.model
+        config = self.config
+        shape = config.model
         target = self._standardised(batch["action"])
         num = shape.num_pose
         each = POSE_LOSSES[config.loss.pose_loss_type](
             predicted[:, :num], target[:, :num].to(predicted.dtype), reduction="none"
         )
         pose = each.mean(dim=1).sum()
-        total, parts = config.loss.pose_weight * pose, {"pose": (pose.detach(), float(len(each)))}
+        total = config.loss.pose_weight * pose
+        parts = {"pose": (pose.detach(), float(len(each)))}
         if shape.has_gripper:
-            logit, wanted = predicted[:, -1], target[:, -1].to(predicted.dtype)
+            logit = predicted[:, -1]
+            wanted = target[:, -1].to(predicted.dtype)
             if config.loss.gripper_loss_type == "bce":
                 gripper = F.binary_cross_entropy_with_logits(logit, wanted, reduction="sum")
             else:
@@ -218,12 +225,13 @@ class AtlasTask(Task):
         return PartialLoss(total, float(len(each)), parts)
 
     def _predict(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return standardised actions (B, A), in full precision; a gripper's column is a logit."""
+        """Return standardised actions (B, A) in float32; a gripper's column is a logit."""
         data, num = self.config.data, self.config.model.num_pose
         last, known = self._last(batch), self.statistics
         own = [last.flatten(1)] if data.use_last_action else []
         if data.use_state:
-            mean, std = beside(known.state_mean, last), beside(known.state_std, last)
+            mean = beside(known.state_mean, last)
+            std = beside(known.state_std, last)
             own.append(((batch["state"] - mean) / std).flatten(1))
         dtype = next(model.parameters()).dtype
         shown = torch.cat(own, dim=1).to(dtype) if own else None
@@ -235,7 +243,7 @@ class AtlasTask(Task):
         return torch.cat((pose, predicted[:, num:]), dim=1)
 
     def _last(self, batch: Batch) -> Tensor:
-        """Return the standardised actions before the frames that are seen (B, times, A)."""
+        """Return the standardised actions before each visible frame (B, times, A)."""
         first = beside(self.statistics.first, batch["last"])
         last = torch.where(batch["has_last"][..., None], batch["last"], first)
         return self._standardised(last)
@@ -251,7 +259,7 @@ class AtlasTask(Task):
         return torch.cat((pose, gripper.clamp(0, 1)), dim=-1)
 
     def _recorded(self, predicted: Tensor) -> Tensor:
-        """Return predictions in the units that actions were recorded in."""
+        """Return predictions in the units of the recorded actions."""
         num, known = self.config.model.num_pose, self.statistics
         pose = predicted[:, :num]
         if self.config.data.normalize_actions:
@@ -265,13 +273,15 @@ class AtlasTask(Task):
         self, model: nn.Module, batch: Batch, context: Context
     ) -> dict[str, tuple[Tensor, Tensor | float]]:
         """Sum the loss and the errors, and those of the two baselines on the same frames."""
-        predicted, num = self._predict(model, batch), self.config.model.num_pose
-        target, last = self._standardised(batch["action"]), self._last(batch)[:, 0]
+        predicted = self._predict(model, batch)
+        num = self.config.model.num_pose
+        target = self._standardised(batch["action"])
+        last = self._last(batch)[:, 0]
         mean = self._standardised(beside(self.statistics.mean, target)[None])
         summed = self._loss(predicted, batch)
         measured = {"loss": (summed.loss_sum, summed.weight), **summed.parts}
         measured = {name if name == "loss" else f"{name}_loss": v for name, v in measured.items()}
-        # An error counts in standard deviations also where the loss does without.
+        # Errors are in standard deviations, even if the loss is not.
         scale = torch.ones_like(target[0, :num])
         if not self.config.data.normalize_actions:
             scale = scale / beside(self.statistics.std, target)[:num]
@@ -284,7 +294,7 @@ class AtlasTask(Task):
     def finish_evaluation(
         self, model: nn.Module, context: Context, folder: str
     ) -> Mapping[str, float | Path]:
-        """Let the first rank draw one held-out episode's actions, predicted and recorded."""
+        """Draw the predicted and recorded actions of one held-out episode, on the first rank."""
         name = f"samples/step_{context.step:08d}.png"
         drawn = False
         if context.world.is_first and self.held_out is not None:
@@ -307,12 +317,12 @@ class AtlasTask(Task):
         title = f"{episode.folder.name}: {episode.instruction}"
         return draw_actions(torch.cat(predicted), recorded, title, folder, name)
 
-    # --- what a checkpoint remembers ----------------------------------------------------------
+    # --- checkpoints ----------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the statistics, without which a prediction means nothing."""
+        """Return the statistics, which give predictions their meaning."""
         return {"statistics": self.statistics.to_json(), "columns": self.config.model.action_dim}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the statistics that were trained with."""
+        """Restore the statistics that the network was trained with."""
         self.statistics = Statistics.from_json(state["statistics"])

@@ -1,8 +1,8 @@
-"""VGGT's aggregator: attention within each image, then over all images, in turns.
+"""VGGT's aggregator: attention within each image and over all images, alternating.
 
 Owns: the blocks, the camera and register tokens, positions, reading published weights.
 Does not own: VGGT's camera, depth and point heads, which are not built (see model.py), or
-whether it is trained. Parameters have VGGT's names, so that its weights load.
+freezing. Parameters have VGGT's names, so that its weights load.
 
 Shapes: B samples, S images of a sample, N patches and P = 5 + N tokens of an image,
 C channels, D channels of an attention head.
@@ -29,24 +29,24 @@ DINO_SIDE = 37
 """Patches along a side of the images that published weights were trained on: 518 / 14."""
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-"""Of ImageNet, which published weights were trained on."""
+"""Mean and deviation of ImageNet, for which published weights were trained."""
 
 Rope = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """How large an aggregator is, and what turns pixels into patch tokens."""
+    """The size of an aggregator, and its patch embedding."""
 
     width: int
     depth: int
     """Pairs of frame and global blocks."""
     heads: int
     has_dino: bool = False
-    """DINOv2 ViT-L/14 before the aggregator, as published; else one convolution."""
+    """Use DINOv2 ViT-L/14 for patch tokens, as published; otherwise one convolution."""
     layer_scale: float = 0.01
-    """What a block's branches are multiplied by at first. The published value suits 24
-    pairs; a few blocks that start from random weights would learn very slowly with it."""
+    """Initial factor of a block's branches. The published value suits 24 pairs; a few
+    blocks with random weights would learn very slowly with it."""
 
 
 PRESETS = {
@@ -58,24 +58,24 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a geometry backbone knows of a sample's images."""
+    """The output of a geometry backbone for a sample's images."""
 
     layers: list[Tensor]
-    """The last outputs, each (B, S, P, 2C): after frame attention beside after global."""
+    """The last outputs, each (B, S, P, 2C): frame and global attention, concatenated."""
     patch_start: int
-    """How many tokens stand before the patches; the first of them is the camera's."""
+    """Number of tokens before the patches; the first one is the camera's."""
     pose: Tensor | None = None
-    """(B, S, 9): translation, quaternion, field of view; None where it has no such head."""
+    """(B, S, 9): translation, quaternion, field of view; None without such a head."""
     points: Tensor | None = None
-    """(B, S, h, w, 3): where in the world each place of the image is; likewise."""
+    """(B, S, h, w, 3): the world position of each image position; None without such a head."""
 
 
 @lru_cache(maxsize=32)
 def rope_table(side: tuple[int, int], dim: int, device: torch.device, dtype: torch.dtype) -> Rope:
-    """Return cosines and sines (P, 1, 1, D) of an image's places, half for rows, half for columns.
+    """Return cosines and sines (P, 1, 1, D) of image positions, half for rows, half for columns.
 
-    Special tokens stand at position 0, patches begin at 1. Sines have the sign that a rotation
-    gives the channel they are multiplied with.
+    Special tokens have position 0; patches start at 1. The sines include the sign that the
+    rotation needs for each channel.
     """
     ranges = (torch.arange(1, num + 1, device=device) for num in side)
     rows, columns = torch.meshgrid(*ranges, indexing="ij")
@@ -84,27 +84,29 @@ def rope_table(side: tuple[int, int], dim: int, device: torch.device, dtype: tor
     quarter = dim // 4
     frequencies = ROPE_BASE ** (-torch.arange(quarter, device=device) / quarter).to(dtype)
     angles = place[:, :, None] * frequencies  # P, 2, D / 4
-    cos, sin = angles.cos(), angles.sin()
-    cos, sin = torch.cat((cos, cos), dim=2), torch.cat((-sin, sin), dim=2)
+    cos = angles.cos()
+    sin = angles.sin()
+    cos = torch.cat((cos, cos), dim=2)
+    sin = torch.cat((-sin, sin), dim=2)
     return cos.flatten(1)[:, None, None], sin.flatten(1)[:, None, None]
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Turn queries and keys (B, P, 2, heads, D) by the angles of their positions."""
+    """Rotate queries and keys (B, P, 2, heads, D) by the angles of their positions."""
     cos, sin = rope
     swapped = x.view(*x.shape[:-1], 2, 2, -1).flip(-2).flatten(-3)
     return x * cos + swapped * sin
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Mix values by queries and keys, all (B, P, heads, D), and lay heads side by side."""
+    """Attend with q, k and v, all (B, P, heads, D), and concatenate the heads."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     return mixed.transpose(1, 2).flatten(2)
 
 
 def mask_bias(mask: Tensor, like: Tensor) -> Tensor:
-    """Return what to add to the scores of attention (B, 1, 1, P), made of which keys count."""
+    """Return the additive attention bias (B, 1, 1, P) of a key mask."""
     bias = torch.where(mask, 0.0, -torch.inf).to(like.dtype)
     return lowered(bias)[:, None, None, :]
 
@@ -122,7 +124,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None = None, bias: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).unbind(2)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         if rope is not None:
             q, k = rotate(torch.stack((q, k), dim=2).to(v.dtype), rope).unbind(2)
         out: Tensor = self.proj(attend(q.to(v.dtype), k.to(v.dtype), v, bias))
@@ -130,7 +133,7 @@ class Attention(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A factor per channel, small at first."""
+    """A learned factor per channel, initially small."""
 
     def __init__(self, width: int, initial: float) -> None:
         super().__init__()
@@ -141,11 +144,12 @@ class LayerScale(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers, four times as wide between them."""
+    """Two layers with a hidden width of four times the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.fc2(F.gelu(self.fc1(x)))
@@ -165,9 +169,12 @@ class Block(nn.Module):
         eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width, eps), nn.LayerNorm(width, eps)
-        self.attn, self.mlp = Attention(width, heads, qk_norm=qk_norm), Mlp(width)
-        self.ls1, self.ls2 = LayerScale(width, layer_scale), LayerScale(width, layer_scale)
+        self.norm1 = nn.LayerNorm(width, eps)
+        self.norm2 = nn.LayerNorm(width, eps)
+        self.attn = Attention(width, heads, qk_norm=qk_norm)
+        self.mlp = Mlp(width)
+        self.ls1 = LayerScale(width, layer_scale)
+        self.ls2 = LayerScale(width, layer_scale)
 
     def forward(self, x: Tensor, rope: Rope | None = None, bias: Tensor | None = None) -> Tensor:
         x = x + self.ls1(self.attn(self.norm1(x), rope, bias))
@@ -188,7 +195,7 @@ class PatchEmbed(nn.Module):
 
 
 class DinoEmbed(nn.Module):
-    """DINOv2 with registers: what stands before the published aggregator."""
+    """DINOv2 with registers: the patch embedding of the published aggregator."""
 
     def __init__(self, width: int, depth: int, heads: int) -> None:
         super().__init__()
@@ -221,10 +228,10 @@ class DinoEmbed(nn.Module):
 
 
 class Aggregator(nn.Module):
-    """Frame and global attention in turns over the tokens of all images of a sample.
+    """Alternating frame and global attention over the tokens of all images of a sample.
 
-    Every image gets a camera token and four registers; those of the first image are
-    learned apart from the others', because its camera is the frame of reference.
+    Every image gets a camera token and four registers. The first image has its own learned
+    ones, because its camera is the frame of reference.
     """
 
     gives: frozenset[str] = frozenset()
@@ -245,7 +252,8 @@ class Aggregator(nn.Module):
             made = (Block(width, preset.heads, preset.layer_scale) for _ in range(preset.depth))
             return nn.ModuleList(made)
 
-        self.frame_blocks, self.global_blocks = blocks(), blocks()
+        self.frame_blocks = blocks()
+        self.global_blocks = blocks()
         self.head_dim = width // preset.heads
         for name, values in (("mean", MEAN), ("std", STD)):
             numbers = torch.tensor(values, dtype=torch.float64)[:, None, None]
@@ -259,13 +267,15 @@ class Aggregator(nn.Module):
         standard = (images - self.mean.to(images.dtype)) / self.std.to(images.dtype)
         patches = self.patch_embed(standard.flatten(0, 1))
         special = torch.cat((self.camera_token, self.register_token), dim=2)
-        first, others = special[:, :1], special[:, 1:].expand(-1, count - 1, -1, -1)
+        first = special[:, :1]
+        others = special[:, 1:].expand(-1, count - 1, -1, -1)
         special = torch.cat((first, others), dim=1).expand(num, -1, -1, -1).to(patches.dtype)
         tokens = torch.cat((special, patches.unflatten(0, (num, count))), dim=2)
 
         side = (pixels[0] // PATCH, pixels[1] // PATCH)
         cos, sin = map(lowered, rope_table(side, self.head_dim, images.device, images.dtype))
-        rope, rope_all = (cos, sin), (cos.repeat(count, 1, 1, 1), sin.repeat(count, 1, 1, 1))
+        rope = (cos, sin)
+        rope_all = (cos.repeat(count, 1, 1, 1), sin.repeat(count, 1, 1, 1))
         pairs: list[tuple[Tensor, Tensor]] = []
         for frame_block, global_block in zip(self.frame_blocks, self.global_blocks, strict=True):
             within = frame_block(tokens.flatten(0, 1), rope).unflatten(0, (num, count))
@@ -279,7 +289,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a local file, by name.
 
     Raises:
-        ConfigError: if it is no file of plain tensors.
+        ConfigError: if the file does not hold plain tensors.
     """
     try:
         if path.suffix == ".safetensors":
@@ -289,7 +299,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             state = state["model"]
         if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
             raise ValueError("it holds no named tensors")
-    except Exception as error:  # whatever a damaged file makes torch or safetensors raise
+    except (
+        Exception
+    ) as error:  # a damaged file makes torch and safetensors raise all kinds of errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         problem = f"{path} holds no weights: {reason}"
         raise ConfigError(problem, "set vggt_checkpoint to a file of weights") from None
@@ -297,7 +309,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_aggregator(aggregator: Aggregator, path: Path) -> None:
-    """Fill the aggregator from a checkpoint of VGGT, or of an aggregator alone.
+    """Load the aggregator from a checkpoint of VGGT, or of an aggregator.
 
     Raises:
         ConfigError: naming the first tensor that is missing or has another shape.
@@ -313,9 +325,9 @@ def load_aggregator(aggregator: Aggregator, path: Path) -> None:
                 f"{path} does not fit: {name} is {other}, not {tuple(own.shape)}",
                 "set the vggt_preset it was saved from; published weights are `full`",
             )
-    aggregator.load_state_dict(found, strict=False)  # heads are in the file, too
+    aggregator.load_state_dict(found, strict=False)  # the file also holds heads
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Return how many numbers a module learns or has learned."""
+    """Return the number of parameters of a module."""
     return sum(math.prod(p.shape) for p in module.parameters())

@@ -1,7 +1,7 @@
-"""The keys of the YAML file, each with its default, checked before anything starts.
+"""The keys of the YAML file with their defaults, checked before anything starts.
 
-Owns: which keys there are, what contradicts what, and what they mean in a `RunConfig`.
-Does not own: files (`lockstep_recipes.settings`), nor what is done with a value.
+Owns: the keys, contradictions between them, and their translation to a `RunConfig`. Does
+not own: files (`lockstep_recipes.settings`), or the use of a value.
 """
 
 from collections.abc import Mapping
@@ -31,34 +31,34 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
 class Section(BaseModel):
-    """Keys that belong together; one nobody knows is refused."""
+    """Keys that belong together; unknown ones are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _a_word_is_no_truth(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse a bare `no`, which YAML reads as false, where a word or a number belongs."""
+        """Refuse an unquoted `no`, which YAML reads as false, for a word or a number."""
         is_switch = cls.model_fields[info.field_name or ""].annotation is bool
         if isinstance(value, bool) and not is_switch:
-            raise ValueError("YAML reads a bare no, yes, on or off as a truth value: quote it")
+            raise ValueError("YAML reads an unquoted no, yes, on or off as a truth value: quote it")
         return value
 
 
 class Experiment(Section):
-    """What the run is called, and the seed of everything random in it."""
+    """The name of the run, and the seed of everything random in it."""
 
     name: str = Field(default="ctclip", pattern=r"^[\w.-]+$")
     seed: int = 2025
 
 
 class Paths(Section):
-    """Where the data are: folders with a manifest, or manifests."""
+    """The data: folders with a manifest, or manifests."""
 
     train: Path = Path("data/train")
     validation: Path | None = Path("data/validation")
     labels: Path | None = None
-    """A CSV file of findings by VolumeName, where the manifest has none."""
+    """A CSV file of findings by VolumeName, if the manifest has none."""
 
 
 class Data(Section):
@@ -87,16 +87,16 @@ class ImageEncoder(Section):
     heads: PositiveInt = 8
     dim_head: PositiveInt = 32
     codebook_size: PositiveInt | None = None
-    """Quantise tokens to so many codes; 8192 in the origin."""
+    """Quantise tokens to this many codes; 8192 in the original."""
 
     @property
     def volume_shape(self) -> tuple[int, int, int]:
-        """Return depth, height and width of what the encoder sees."""
+        """Return depth, height and width of the encoder's input."""
         return self.depth, self.image_size, self.image_size
 
     @property
     def dim_image(self) -> int:
-        """Return the numbers that describe a volume: each place in the plane has `dim`."""
+        """Return the width of a volume's features: `dim` for each position in the plane."""
         return (self.image_size // self.patch_size) ** 2 * self.dim
 
 
@@ -109,23 +109,23 @@ class TextEncoder(Section):
     depth: PositiveInt = 6
     heads: PositiveInt = 12
     max_length: PositiveInt = 512
-    """In words (or a Hugging Face model's tokens); what follows is cut off."""
+    """In words, or tokens of a Hugging Face model; longer texts are truncated."""
     max_words: PositiveInt = 30_000
 
 
 class Clip(Section):
-    """Where the two meet."""
+    """The shared space of the two encoders."""
 
     dim_image: PositiveInt = 294_912
     dim_text: PositiveInt | None = None
     dim_latent: PositiveInt = 512
     loss: Literal["softmax", "siglip"] = "softmax"
     tau: float | None = Field(default=None, allow_inf_nan=False)
-    """Logarithm of the first temperature: 1.0 for softmax, ln 10 for siglip unless given."""
+    """Logarithm of the initial temperature (default: 1.0 for softmax, ln 10 for siglip)."""
 
 
 class Model(Section):
-    """The towers and what joins them."""
+    """The two encoders and their shared space."""
 
     image_encoder: ImageEncoder = Field(default_factory=ImageEncoder)
     text_encoder: TextEncoder = Field(default_factory=TextEncoder)
@@ -140,7 +140,7 @@ class Training(Section):
     learning_rate: PositiveFloat = Field(default=1.25e-6, allow_inf_nan=False)
     lr_scaling: Rule = "none"
     reference_batch: PositiveInt = 4
-    """The batch that `learning_rate` was found at; `lr_scaling: batch` scales from it."""
+    """The batch size that `learning_rate` was tuned for, used by `lr_scaling: batch`."""
     weight_decay: float = Field(default=0.01, ge=0)
     gradient_accumulation_steps: PositiveInt = 1
     max_grad_norm: PositiveFloat | None = 0.5
@@ -148,21 +148,21 @@ class Training(Section):
     min_lr_ratio: float = Field(default=0.01, ge=0, le=1)
     save_every_n_epochs: PositiveFloat = 0.5
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
-    """`auto`: what Accelerate's file says; without one, bf16 or fp16 on a GPU."""
+    """`auto`: the precision in Accelerate's file; without one, bf16 or fp16 on a GPU."""
 
 
 class Validation(Section):
-    """When to look at held-out volumes, and at what."""
+    """When to evaluate on held-out volumes, and the metrics."""
 
     eval_every_n_epochs: PositiveFloat = 0.5
     eval_samples: PositiveInt | None = 200
     metrics: tuple[Metric, ...] = METRICS
     threshold: float = Field(default=0.5, gt=0, lt=1)
-    """What counts as found, for precision and recall."""
+    """Score above which a finding counts as found, for precision and recall."""
 
 
 class Checkpoint(Section):
-    """Where checkpoints go, and which stay."""
+    """Where to save checkpoints, and which to keep."""
 
     save_dir: Path = Path("./saves")
     keep_last_n: PositiveInt = 3
@@ -170,7 +170,7 @@ class Checkpoint(Section):
 
 
 class Logging(Section):
-    """Who is told, and how often."""
+    """Where to log, and how often."""
 
     use_wandb: bool = False
     wandb_project: str = "ctclip"
@@ -180,7 +180,7 @@ class Logging(Section):
 
 
 class CTClipConfig(Section):
-    """Everything that decides a run."""
+    """All settings of a run."""
 
     experiment: Experiment = Field(default_factory=Experiment)
     data: Data = Field(default_factory=Data)
@@ -190,8 +190,8 @@ class CTClipConfig(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     logging: Logging = Field(default_factory=Logging)
     resume: str = "auto"
-    """`auto`: go on from the newest good checkpoint, if any. `never`: refuse a folder that holds
-    one. `discard`: throw away what the folder holds. Or a checkpoint's path."""
+    """`auto`: resume from the newest valid checkpoint, if any. `never`: refuse a folder that holds
+    one. `discard`: delete the contents of the folder. Or the path of a checkpoint."""
     accept_changes: bool = False
     lockstep: dict[str, Any] = Field(default_factory=dict)
     """Any further setting of a `RunConfig`, by its own name."""
@@ -202,8 +202,10 @@ class CTClipConfig(Section):
         return self.checkpoint.save_dir / self.experiment.name
 
     def run_config(self, precision: str = "fp32") -> RunConfig:
-        """Return what the spine must know, which has other names for it."""
-        data, training, log = self.data, self.training, self.logging
+        """Return the RunConfig that these settings describe."""
+        data = self.data
+        training = self.training
+        log = self.logging
         return RunConfig.parse(
             merged(
                 {
@@ -259,15 +261,15 @@ class CTClipConfig(Section):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> "CTClipConfig":
-        """Build it from plain values.
+        """Build the settings from plain values.
 
         Raises:
-            ConfigError: naming the first bad key by its path, with one that fits.
+            ConfigError: naming the path of the first bad key, and a similar known one.
         """
         for key in values.keys() - cls.model_fields.keys():
             if homes := [name for name, keys in _sections().items() if key in keys]:
                 raise ConfigError(
-                    f"{key!r} stands at the top of the settings, where there is no such key",
+                    f"{key!r} is at the top level of the settings, where there is no such key",
                     "write " + " or ".join(f"{home}.{key}: {values[key]}" for home in homes),
                 )
         config = parse_model(cls, values)
@@ -291,10 +293,13 @@ def _sections() -> dict[str, Mapping[str, Any]]:
 
 
 def _check_sizes(model: Model) -> None:
-    """Refuse sizes that do not fit each other."""
-    image, text, clip = model.image_encoder, model.text_encoder, model.clip
+    """Refuse sizes that contradict each other."""
+    image = model.image_encoder
+    text = model.text_encoder
+    clip = model.clip
     for name, patch_name in (("image_size", "patch_size"), ("depth", "temporal_patch_size")):
-        size, patch = getattr(image, name), getattr(image, patch_name)
+        size = getattr(image, name)
+        patch = getattr(image, patch_name)
         if size % patch:
             raise ConfigError(
                 f"model.image_encoder.{name} {size} is not a multiple of {patch_name} {patch}",

@@ -1,14 +1,13 @@
-"""Volumes with their reports and findings, as samples by index.
+"""A data set of volumes with their reports and findings.
 
-Owns: manifests and tar shards, the way from stored voxels to what the network sees, and
-naming the file and line of a sample that does not fit. Does not own: words
-(`text.py`), order, batches, devices.
+Owns: manifests and tar shards, converting stored voxels to network input, and naming the
+file and line of a bad sample. Does not own: words (`text.py`), order, batches, devices.
 
-A folder holds `manifest.jsonl`, one JSON object a line, beside `.npy` and `.npz` volumes
-(depth, height, width); or `manifest.json` beside tar shards, as the origin stores them.
+A folder holds `manifest.jsonl`, with one JSON object per line, and `.npy` and `.npz` volumes
+(depth, height, width); or `manifest.json` and tar shards, as in the original project.
 
 Voxels become HU = slope * raw + intercept, are resampled to one spacing, clipped to
-[-1000, 1000], divided by 1000, and centred in the wanted shape, with -1 (air) around.
+[-1000, 1000], divided by 1000, and centred in the wanted shape, padded with -1 (air).
 """
 
 import csv
@@ -51,7 +50,7 @@ FINDINGS = (
     "Bronchiectasis",
     "Interlobular septal thickening",
 )
-"""CT-RATE's, in the order of its columns; a list of numbers as labels means these."""
+"""The findings of CT-RATE in the order of its columns; labels in a list follow this order."""
 SHARD_SHAPE = (480, 480, 240)
 """Height, width, depth of a `.bin` in a shard: float16, already prepared."""
 WINDOW_HU = 1000.0
@@ -62,31 +61,31 @@ Shape = tuple[int, int, int]
 
 
 class ManifestLine(BaseModel):
-    """What a line of `manifest.jsonl` may say."""
+    """The keys of a line of `manifest.jsonl`."""
 
     model_config = ConfigDict(extra="forbid")
 
     volume: str
-    """A path from the manifest's folder."""
+    """A path relative to the manifest's folder."""
     report: str
     labels: dict[str, FiniteFloat] | list[FiniteFloat] | None = None
     spacing: Spacing | None = None
-    """Millimetres between voxels: depth, height, width. Without it, it is the wanted one."""
+    """Millimetres between voxels: depth, height, width. Default: the wanted spacing."""
     slope: FiniteFloat = 1.0
     intercept: FiniteFloat = 0.0
     prepared: bool = False
-    """The voxels are already within [-1, 1] and of the wanted shape."""
+    """The voxels are already scaled to [-1, 1] and have the wanted shape."""
     meta: Any = None
-    """Whatever else one wants to note."""
+    """Free text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One volume: where it is, what is said of it."""
+    """One volume: its file, report and labels."""
 
     path: Path
     origin: str
-    """The manifest's line, to be said when something is wrong."""
+    """The line of the manifest, for error messages."""
     report: str
     findings: Mapping[str, float]
     spacing: Spacing | None = None
@@ -94,14 +93,14 @@ class Entry:
     intercept: float = 0.0
     prepared: bool = False
     offset: int | None = None
-    """Where the voxels begin inside a tar shard."""
+    """Offset of the voxels inside a tar shard."""
     member: str = ""
-    """What the sample is called there."""
+    """Name of the sample in the shard."""
     shape: Shape = SHARD_SHAPE
 
     @property
     def name(self) -> str:
-        """Return the name of the volume: its file's, or its own inside a shard."""
+        """Return the name of the volume: that of its file, or its name inside a shard."""
         return Path(self.member or self.path).name
 
     def problem(self, what: str, remedy: str = "replace or remove it") -> DataError:
@@ -128,7 +127,7 @@ def open_entries(path: Path, labels: Path | None = None) -> list[Entry]:
 
 
 def scan_of(name: str) -> str:
-    """Return a file's name without what says how the scan is stored.
+    """Return a file's name without the suffixes of its storage format.
 
     >>> scan_of("valid_1_a_1.nii.gz"), scan_of("valid_1_a_1.npz"), scan_of("1.2.840.npy")
     ('valid_1_a_1', 'valid_1_a_1', '1.2.840')
@@ -140,7 +139,9 @@ def scan_of(name: str) -> str:
 
 def _read_manifest(path: Path) -> list[Entry]:
     try:
-        lines = path.read_text("utf-8-sig").split("\n")  # a report may hold other ends of lines
+        lines = path.read_text("utf-8-sig").split(
+            "\n"
+        )  # a report may contain other line separators
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise DataError(
@@ -202,7 +203,7 @@ def _named(labels: Mapping[str, float] | Sequence[float], origin: str) -> Mappin
 
 
 def read_labels(path: Path) -> dict[str, dict[str, float]]:
-    """Return the findings by VolumeName, as `scan_of` has it, of a CSV file as CT-RATE's.
+    """Return the findings of a CSV file like CT-RATE's, by the `scan_of` of its VolumeName.
 
     Raises:
         DataError: naming the file and the line.
@@ -228,7 +229,7 @@ def read_labels(path: Path) -> dict[str, dict[str, float]]:
 
 
 def _open_shards(folder: Path) -> list[Entry]:
-    """List the samples of tar shards by their headers; voxels are read when they are needed."""
+    """List the samples of tar shards from their headers; voxels are read on demand."""
     said = _parsed(folder / "manifest.json", (folder / "manifest.json").read_bytes())
     samples: dict[str, dict[str, tuple[Path, int, int]]] = {}
     for shard in sorted(folder.glob("*.tar")):
@@ -295,7 +296,7 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
 class VolumeData:
     """Samples: "volume" (1, D, H, W) in float16, "report" as text, "labels" (K,).
 
-    A label that was not given is no number: nobody has said that the finding is not there.
+    A missing label is NaN: it does not mean that the finding is absent.
     """
 
     def __init__(
@@ -320,7 +321,7 @@ class VolumeData:
         labels = [float(entry.findings.get(name, math.nan)) for name in self.findings]
         voxels = read_voxels(entry)
         volume = prepare(voxels, entry, self.shape, self.spacing, self.prepared_as)
-        # Half precision is half an HU: what the origin stores, and half the bytes to move.
+        # float16 resolves half an HU, like the published shards, and halves the transfer.
         return {
             "volume": volume[None].to(torch.float16),
             "report": entry.report,
@@ -332,7 +333,7 @@ class VolumeData:
         return f"{self.entries[index].path} ({self.entries[index].origin})"
 
     def fingerprint(self) -> list[str]:
-        """Return what changes with each volume: its file, its report, its labels, its scale."""
+        """Return a text per volume that changes with its file, report, labels or scale."""
         found: list[tuple[str, list[Path | Span]]] = []
         for e in self.entries:
             voxels: Path | Span = e.path
@@ -347,7 +348,7 @@ def read_voxels(entry: Entry) -> NDArray[Any]:
     """Return the stored voxels, depth first.
 
     Raises:
-        DataError: if the file is no volume of numbers.
+        DataError: if the file is not a volume of numbers.
     """
     if entry.offset is not None:
         voxels = np.fromfile(entry.path, "<f2", int(np.prod(entry.shape)), offset=entry.offset)
@@ -375,17 +376,18 @@ def prepare(
     spacing: Spacing,
     prepared_as: Shape | None = None,
 ) -> Tensor:
-    """Return what the network sees: values within [-1, 1], of the wanted shape.
+    """Return network input: values in [-1, 1], of the wanted shape.
 
-    A prepared volume has that shape already, or `prepared_as`, and is then cut.
+    A prepared volume has that shape already, or has `prepared_as` and is cropped.
 
     Raises:
-        DataError: if a prepared volume is of another shape or range, or a voxel is no number.
+        DataError: if a prepared volume has another shape or range, or a voxel is NaN.
     """
     volume = torch.from_numpy(voxels.astype(np.float32))
-    low, high = float(volume.min()), float(volume.max())
+    low = float(volume.min())
+    high = float(volume.max())
     if not np.isfinite([low, high]).all():
-        raise entry.problem("holds voxels that are no numbers")
+        raise entry.problem("holds voxels that are NaN")
     if entry.prepared:
         if tuple(volume.shape) != (prepared_as or shape):
             raise entry.problem(
@@ -394,8 +396,8 @@ def prepare(
             )
         if low < -1.001 or high > 1.001:
             raise entry.problem(
-                f"is called prepared, but its values go from {low:g} to {high:g}",
-                "scale them to [-1, 1], set prepared: false",
+                f"is marked as prepared, but its values range from {low:g} to {high:g}",
+                "scale them to [-1, 1], or set prepared: false",
             )
         return fit_shape(volume, shape) if prepared_as else volume
     volume = volume * entry.slope + entry.intercept
@@ -416,7 +418,7 @@ def resample(volume: Tensor, spacing: Sequence[float], wanted: Sequence[float]) 
 
 
 def fit_shape(volume: Tensor, shape: Shape, fill: float = AIR) -> Tensor:
-    """Crop what is too long and pad what is too short, about the centre.
+    """Crop or pad each axis around the centre.
 
     >>> fit_shape(torch.arange(3.0).reshape(3, 1, 1), (5, 1, 1)).flatten().tolist()
     [-1.0, 0.0, 1.0, 2.0, -1.0]
@@ -433,13 +435,13 @@ def fit_shape(volume: Tensor, shape: Shape, fill: float = AIR) -> Tensor:
 
 
 def findings_in(entries: Sequence[Entry]) -> tuple[str, ...]:
-    """Return the findings that occur as labels: CT-RATE's in its order, then others by name."""
+    """Return the labelled findings: those of CT-RATE in its order, then others by name."""
     named = {name for entry in entries for name in entry.findings}
     return (*(f for f in FINDINGS if f in named), *sorted(named - set(FINDINGS)))
 
 
 def spread(num: int, wanted: int | None) -> list[int]:
-    """Return `wanted` indices of `num`, evenly spread; all of them where that is not fewer.
+    """Return `wanted` indices of `num`, evenly spread, or all of them.
 
     >>> spread(10, 4)
     [0, 2, 5, 7]

@@ -1,10 +1,10 @@
-"""What is measured: each finding without a single label seen, and reports found by volume.
+"""Metrics: zero-shot classification of findings, and retrieval of reports by volume.
 
-Owns: prompts, scores, averages over findings. Pure: it is given all held-out samples.
-Does not own: how they were gathered from ranks.
+Owns: prompts, scores, averages over findings, as pure functions of all held-out samples.
+Does not own: gathering these from the ranks.
 
-Zero-shot: the score of a finding is the share that "There is X." gets of a volume's two
-similarities, against "There is no X.".
+Zero-shot: the score of a finding is the softmax share of "There is X." against
+"There is no X.", by their similarity with the volume.
 """
 
 import math
@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 
 
 def prompts(findings: Sequence[str]) -> list[str]:
-    """Return two sentences for each finding: it is there, it is not.
+    """Return two sentences for each finding: present, and absent.
 
     >>> prompts(["Lung nodule"])
     ['There is lung nodule.', 'There is no lung nodule.']
@@ -26,16 +26,16 @@ def prompts(findings: Sequence[str]) -> list[str]:
 
 
 def zero_shot_scores(image: Tensor, prompted: Tensor, scale: Tensor) -> Tensor:
-    """Return (B, K): how sure each of K findings is, from directions (B, E) and (2 K, E)."""
+    """Return the scores (B, K) of K findings from unit embeddings (B, E) and (2 K, E)."""
     similarity = (image @ prompted.T * scale).view(len(image), -1, 2)
     return similarity.softmax(dim=-1)[..., 0]
 
 
 def measure_findings(scores: Tensor, labels: Tensor, threshold: float) -> dict[str, float]:
-    """Return averages over the findings that some held-out volumes have and others have not.
+    """Return averages over the findings that some held-out volumes have and others do not.
 
-    A volume whose label is no number (nobody has looked) is left out of that finding.
-    F1 is at the best threshold for each finding, precision and recall at `threshold`.
+    Volumes without a label (NaN) do not count for that finding. F1 uses the best threshold of
+    each finding; precision and recall use `threshold`.
     """
     try:
         from torchmetrics.functional.classification import (
@@ -48,13 +48,15 @@ def measure_findings(scores: Tensor, labels: Tensor, threshold: float) -> dict[s
     except ImportError as error:
         problem = "validation needs the package torchmetrics"
         raise ConfigError(problem, "run pip install 'lockstep-train[recipes]'") from error
-    scores, labels = scores.cpu().double(), labels.cpu()
+    scores = scores.cpu().double()
+    labels = labels.cpu()
     rows = []
     for score, label in zip(scores.T, labels.T, strict=True):
         known = ~label.isnan()
-        score, truth = score[known], label[known].long()
+        score = score[known]
+        truth = label[known].long()
         if len(truth.unique()) < 2:
-            continue  # no curve can be drawn
+            continue  # only one class: no curve
         precision, recall, _ = binary_precision_recall_curve(score, truth)
         f1 = (2 * precision * recall / (precision + recall).clamp(min=1e-12)).max()
         at_threshold = (
@@ -70,16 +72,16 @@ def measure_findings(scores: Tensor, labels: Tensor, threshold: float) -> dict[s
 
 
 def retrieval_at_1(image: Tensor, text: Tensor, reports: Tensor) -> float:
-    """Return the share of volumes whose nearest report, of all held-out ones, is their own.
+    """Return the share of volumes whose nearest held-out report is their own.
 
-    `reports` numbers the texts: one that says the same, word for word, is as good.
+    `reports` numbers the texts: identical texts have the same number, and any of them counts.
     """
     nearest = (image @ text.T).argmax(dim=1)
     return float((reports[nearest] == reports).double().mean())
 
 
 def chosen(measured: Mapping[str, float], wanted: Sequence[str]) -> dict[str, float]:
-    """Return what `validation.metrics` asks for; what could not be measured is no number.
+    """Return the metrics in `wanted`; those that could not be measured are NaN.
 
     >>> chosen({"auroc": 0.5, "f1": 0.1}, ["auroc", "recall"])
     {'auroc': 0.5, 'recall': nan}

@@ -1,4 +1,4 @@
-"""The flags of the CT-CLIP recipe: a settings file, and what is put over it."""
+"""The flags of the CT-CLIP recipe: a settings file and overrides."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,7 +34,7 @@ SMALL_MODEL: dict[str, Any] = {
 
 
 def flags() -> Flags:
-    """Return the parser: the guide's flag, then ours."""
+    """Return the parser: the flag of the guide, then our own."""
     parser = Flags(
         "ctclip",
         "Train CT-CLIP: chest CT volumes and their reports in one space.",
@@ -52,7 +52,7 @@ def flags() -> Flags:
 
 
 def build(argv: Sequence[str]) -> Callable[[], RunResult]:
-    """Turn the command line into the run it asks for."""
+    """Turn the command line into a function that runs the training."""
     args = flags().read(argv)
     values = merged(read_settings(args.config), overrides(args.set))
     said = {"resume": args.resume, "accept_changes": args.accept_changes}
@@ -80,12 +80,13 @@ def overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def rehearse(config: CTClipConfig, values: dict[str, Any]) -> CTClipConfig:
-    """Shrink the run to a minute: a small network, a handful of steps, one look, one save.
+    """Shrink the run to a minute: a small network, a few steps, one evaluation, one save.
 
-    Batch size and accumulation stay, so that the batch contract is the one asked for.
-    Data that exist are used; others are generated inside the run's folder.
+    Batch size and accumulation stay, so the batch contract is that of the real run. If the
+    data do not exist, some are generated inside the run's folder.
     """
-    image, epochs = config.model.image_encoder, config.training.max_epochs
+    image = config.model.image_encoder
+    epochs = config.training.max_epochs
     if launched_rank() == 0:
         print(
             f"rehearsal: a CTViT of 48 x 48 x 24 voxels for {REHEARSAL_STEPS} steps stands in for "
@@ -102,7 +103,9 @@ def rehearse(config: CTClipConfig, values: dict[str, Any]) -> CTClipConfig:
         "resume": "discard",
     }
     if not config.data.paths.train.exists():
-        made = make_volumes(folder / "sample_data", seed=Experiment().seed)  # the next one's, too
+        made = make_volumes(
+            folder / "sample_data", seed=Experiment().seed
+        )  # the next one reuses it
         paths = {"train": str(made / "train"), "validation": str(made / "validation")}
         small["data"]["paths"] = paths | {"labels": None}
     clip = SMALL_MODEL["clip"] | {"loss": config.model.clip.loss}

@@ -1,9 +1,9 @@
-"""What Accelerate brings: the process group, the precision its file asks for, the banner.
+"""What Accelerate provides: the process group, the precision in its file, the banner.
 
-Owns: making an `Accelerator` that is what was launched, or refusing in one line, and
-checking a file for `accelerate launch` before it is used. Does not own: anything of the
-training. Accelerate's data sharding and its scheduler stay unused: the one repeats
-samples, the other advances once per process instead of once per weight update.
+Owns: making an `Accelerator` that matches the launched processes, or refusing to; checking a
+file for `accelerate launch` before use. Does not own: training. Accelerate's data sharding
+and scheduler are not used: the first repeats samples, and the second advances once per
+process instead of once per weight update.
 
     python -m lockstep_recipes.ctclip.launch accelerate_config_single_node.yaml
 """
@@ -24,7 +24,7 @@ from lockstep.yaml_input import read_yaml_file
 from lockstep_recipes.command import Flags, finish
 
 TIMEOUT_S = 36_000
-"""How long ranks wait for each other; `lockstep.timeout_s` or NCCL_TIMEOUT says otherwise."""
+"""How long ranks wait for each other, unless `lockstep.timeout_s` or NCCL_TIMEOUT is set."""
 SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
 INSTALL = "run pip install 'lockstep-train[recipes]'"
 
@@ -32,11 +32,11 @@ INSTALL = "run pip install 'lockstep-train[recipes]'"
 def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> tuple[Any, World]:
     """Return the Accelerator and the World of this process. Collective.
 
-    On a machine without GPUs, Accelerate would let every process train alone, and say
-    nothing. Told that it is on CPUs, it makes one group.
+    On a machine without GPUs, Accelerate would silently let every process train alone, so it
+    is told to use CPUs; then it forms one group.
 
     Raises:
-        LaunchError: if Accelerate is missing, or made another group than was launched.
+        LaunchError: if Accelerate is missing, or its group does not match the launched processes.
     """
     try:
         from accelerate import Accelerator
@@ -44,11 +44,12 @@ def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> tuple[Any, World
         from accelerate.utils.environment import parse_flag_from_env, patch_environment
     except ImportError as error:
         raise LaunchError("this recipe needs the package accelerate", INSTALL) from error
-    launch, num_gpus = launched(), torch.cuda.device_count()
+    launch = launched()
+    num_gpus = torch.cuda.device_count()
     variables: dict[str, Any] = {}
     if launch.size == 1:
-        World.enter(device)  # joins nothing, and says what contradicts what
-    else:  # in the words of torchrun, whoever launched us: Accelerate would guess what is missing
+        World.enter(device)  # joins no group, but refuses contradictory variables
+    else:  # set torchrun's variables under any launcher: Accelerate guesses missing ones
         variables = {"RANK": launch.rank, "WORLD_SIZE": launch.size}
         variables |= {"LOCAL_RANK": launch.local_rank, "LOCAL_WORLD_SIZE": launch.local_size}
         variables |= {"MASTER_ADDR": launch.head, "MASTER_PORT": launch.port}
@@ -70,8 +71,9 @@ def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> tuple[Any, World
             f"Accelerate could not form a group of {launch.size}: {str(error).splitlines()[0]}",
             "check that every rank was started and that no other job uses this port",
         ) from error
-    torch.set_num_threads(num_threads)  # it changes them: other sums, other bits
-    kind, num_processes = accelerator.distributed_type.value, accelerator.num_processes
+    torch.set_num_threads(num_threads)  # Accelerate changes it, which changes the order of sums
+    kind = accelerator.distributed_type.value
+    num_processes = accelerator.num_processes
     if num_processes != launch.size:
         raise LaunchError(
             f"{launch.size} processes were launched, but Accelerate formed a group of "
@@ -91,7 +93,7 @@ def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> tuple[Any, World
 
 
 def banner(accelerator: Any, world: World) -> list[str]:
-    """Return the lines by which the guide tells that several GPUs are at work. Collective."""
+    """Return the lines by which the guide recognises a multi-GPU run. Collective."""
     own = ""
     if world.device.type == "cuda":
         own = str(torch.cuda.get_device_properties(world.device).uuid)
@@ -104,7 +106,7 @@ def banner(accelerator: Any, world: World) -> list[str]:
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """Return the precision to compute in: the settings', else Accelerate's, else the GPU's best."""
+    """Return the precision of the settings, else of Accelerate's file, else the best of the GPU."""
     from accelerate.utils.environment import parse_choice_from_env
 
     if device.type == "cpu":
@@ -119,10 +121,10 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def check_file(path: Path, num_processes: int | None = None) -> str:
-    """Say what a file for `accelerate launch` asks for.
+    """Check a file for `accelerate launch` and return a summary.
 
     Raises:
-        ConfigError: in one line, for what Accelerate answers with a traceback or not at all.
+        ConfigError: for settings on which Accelerate would raise a traceback, or do nothing.
     """
     values = read_yaml_file(path, "check the path passed to --config_file")
     if "distributed_type" not in values:
@@ -138,7 +140,9 @@ def check_file(path: Path, num_processes: int | None = None) -> str:
         )
     precision = values.get("mixed_precision", "no")
     if precision not in ("no", "fp16", "bf16"):
-        bare = "a bare no, which YAML reads as false" if precision is False else shown(precision)
+        bare = (
+            "an unquoted no, which YAML reads as false" if precision is False else shown(precision)
+        )
         raise ConfigError(
             f"{shown(path)}: mixed_precision is {bare}", "write mixed_precision: 'no'"
         )
@@ -146,7 +150,7 @@ def check_file(path: Path, num_processes: int | None = None) -> str:
     asked = values.get("num_processes")
     if not _is_count(machines) or not _is_count(asked) or asked % machines:
         raise ConfigError(
-            f"{shown(path)}: num_processes {shown(asked)} cannot be shared out among "
+            f"{shown(path)}: num_processes {shown(asked)} cannot be divided among "
             f"{shown(machines)} machines",
             "write num_processes: nodes x GPUs per node",
         )
@@ -163,10 +167,10 @@ def _is_count(value: Any) -> bool:
 
 
 def main(argv: Sequence[str]) -> str:
-    """Check a file as the command line asks."""
+    """Check the file that the command line names."""
     flags = Flags("ctclip", "Check a file for accelerate launch.", "... accelerate_config.yaml")
     flags.add_argument("file", type=Path)
-    flags.add_argument("--num_processes", type=int, help="how many the job will have")
+    flags.add_argument("--num_processes", type=int, help="number of processes in the job")
     args = flags.read(argv)
     return check_file(args.file, args.num_processes)
 

@@ -1,7 +1,7 @@
-"""The two towers and the space they share.
+"""The image and text encoders and their shared space.
 
 Owns: CTViT, the transformer over words, the codebook, the projections, the temperature.
-Does not own: the loss, which needs other ranks' embeddings.
+Does not own: the loss, which needs the embeddings of other ranks.
 
 Shapes: B samples, T slabs in depth, h x w patches in the plane, C channels, L words.
 """
@@ -19,12 +19,12 @@ from lockstep_recipes.ctclip.config import Clip, ImageEncoder, TextEncoder
 from lockstep_recipes.ctclip.text import PAD, import_transformers
 
 ATTENTION_SCALE = 8.0
-"""Of cosine attention: queries and keys have length one."""
+"""Scale of cosine attention: queries and keys have length one."""
 FIRST_TAU = {"softmax": 1.0, "siglip": math.log(10)}
 FIRST_SHIFT = -10.0
-"""Of SigLIP: nearly all pairs are no pairs."""
+"""Initial bias of SigLIP, since nearly all pairs are negatives."""
 COMMITMENT = 0.25
-"""How much a token is drawn to its code, against the code to its tokens."""
+"""Commitment weight: pull of a token to its code, relative to that of a code to its tokens."""
 
 
 class CosineAttention(nn.Module):
@@ -53,7 +53,7 @@ class CosineAttention(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """GEGLU, with two thirds of the usual width: as many weights as without a gate."""
+    """GEGLU with two thirds of the usual width, so it has as many weights as without a gate."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GatedFeedForward(nn.Module):
 
 
 class PositionGenerator(nn.Module):
-    """Tell tokens where they are by a depth-wise convolution that sees no deeper slab."""
+    """Encode positions by a depth-wise convolution that is causal in depth."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ class PositionGenerator(nn.Module):
 
 
 class _DepthWise(torch.autograd.Function):
-    """A 3 x 3 x 3 convolution of each channel by itself, (B, C, T, h, w) without padding.
+    """A depth-wise 3 x 3 x 3 convolution, (B, C, T, h, w), without padding.
 
-    cuDNN's gradient of the weights takes one launch per channel: at full size, nine tenths of
-    a training step. Here it is a sum per weight, 27 of them.
+    cuDNN computes the gradient of the weights with one launch per channel: at full size, nine
+    tenths of a training step. Here it takes one sum for each of the 27 weights.
     """
 
     @staticmethod
@@ -102,7 +102,8 @@ class _DepthWise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (x, weight), grad = ctx.saved_tensors, grads[0]
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
         turned = weight.flip(1, 2, 3)[:, None]
         x_grad = F.conv3d(F.pad(grad, (2,) * 6), turned, groups=len(weight))
         depth, height, width = grad.shape[2:]
@@ -118,7 +119,7 @@ class _DepthWise(torch.autograd.Function):
 
 
 class PlaneBias(nn.Module):
-    """A bias for each pair of patches from the way between them, by a small network."""
+    """An attention bias for each pair of patches, computed from their offset by a small network."""
 
     offsets: Tensor
     index: Tensor
@@ -135,13 +136,13 @@ class PlaneBias(nn.Module):
 
     def forward(self) -> Tensor:
         """Return (heads, side^2, side^2)."""
-        # Each way once, not each pair: 2,209 rows instead of 331,776.
+        # Each offset once, not each pair: 2,209 rows instead of 331,776.
         ways: Tensor = self.out(self.layers(self.offsets))
         return ways[self.index].permute(2, 0, 1)
 
 
 def _ways(side: int) -> tuple[Tensor, Tensor]:
-    """Return the ways there are in a square, on a log scale, and which way each pair has."""
+    """Return the offsets in a square on a log scale, and the index of each pair's offset."""
     span = torch.arange(1 - side, side)
     offsets = torch.stack(torch.meshgrid(span, span, indexing="ij"), dim=-1).flatten(0, 1).float()
     place = torch.stack(torch.meshgrid(*[torch.arange(side)] * 2, indexing="ij"), -1).flatten(0, 1)
@@ -150,7 +151,7 @@ def _ways(side: int) -> tuple[Tensor, Tensor]:
 
 
 class Layer(nn.Module):
-    """Position, attention and feed-forward, each added to what comes in."""
+    """Positions, attention and feed-forward, each with a residual connection."""
 
     def __init__(self, config: ImageEncoder) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class Layer(nn.Module):
         self.feed_forward = GatedFeedForward(config.dim)
 
     def spatial(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Let the patches of each slab see each other."""
+        """Attend among the patches of each slab."""
         x = x + self.position(x)
         rows = x.flatten(2, 3).flatten(0, 1)
         x = x + self.attention(rows, bias).view_as(x)
@@ -167,7 +168,7 @@ class Layer(nn.Module):
         return x + forward
 
     def temporal(self, x: Tensor) -> Tensor:
-        """Let the slabs at each place see each other."""
+        """Attend among the slabs at each position."""
         x = x + self.position(x)
         columns = x.flatten(2, 3).transpose(1, 2)
         mixed = self.attention(columns.flatten(0, 1)).view_as(columns)
@@ -177,7 +178,7 @@ class Layer(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Replace each token by the code at the smallest angle; gradients pass straight through."""
+    """Replace each token by its nearest code, with a straight-through gradient."""
 
     def __init__(self, num_codes: int, dim: int) -> None:
         super().__init__()
@@ -185,7 +186,8 @@ class Codebook(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes of x (B, ..., C), and each sample's mean distance to them (B,)."""
-        x, codes = F.normalize(x, dim=-1), F.normalize(self.codes, dim=-1)
+        x = F.normalize(x, dim=-1)
+        codes = F.normalize(self.codes, dim=-1)
         with torch.no_grad():
             nearest = (x @ codes.T.to(x.dtype)).argmax(dim=-1)
         chosen = codes[nearest].to(x.dtype)
@@ -212,8 +214,9 @@ class CTViT(nn.Module):
         self.codebook = Codebook(config.codebook_size, config.dim) if config.codebook_size else None
 
     def forward(self, volume: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what describes each volume, and its distance to the codebook (0 without one)."""
-        p, t = self.config.patch_size, self.config.temporal_patch_size
+        """Return the features of each volume, and its distance to the codebook (0 without one)."""
+        p = self.config.patch_size
+        t = self.config.temporal_patch_size
         num, _, depth, height, width = volume.shape
         patches = volume.view(num, depth // t, t, height // p, p, width // p, p)
         x = self.embed(patches.permute(0, 1, 3, 5, 2, 4, 6).flatten(4))  # B T h w (t p p)
@@ -251,10 +254,10 @@ class WordBlock(nn.Module):
 
 
 class WordTower(nn.Module):
-    """A transformer over words: tokens (B, L) to (B, C), read off the first token.
+    """A transformer over words: tokens (B, L) to (B, C), taken from the first token.
 
-    Neighbouring words are mixed first, which binds "no" to what follows it and says
-    where a word stands without a table of positions.
+    A convolution over neighbouring words comes first: it binds "no" to the next word, and
+    replaces position embeddings.
     """
 
     def __init__(self, num_words: int, config: TextEncoder) -> None:
@@ -270,7 +273,7 @@ class WordTower(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         mask = tokens != PAD
-        # Padding is nothing at all, or a text would depend on how long its neighbours are.
+        # Zero the padding, or a text would depend on the length of others in the batch.
         x = self.words(tokens) * mask[..., None]
         x = x + self.neighbours(x.transpose(1, 2)).transpose(1, 2)
         for block in self.blocks:
@@ -280,7 +283,7 @@ class WordTower(nn.Module):
 
 
 class LocalTower(nn.Module):
-    """A Hugging Face model from this disk: tokens as `LocalTokenizer` numbers them, to (B, C)."""
+    """A local Hugging Face model: tokens as `LocalTokenizer` numbers them, to (B, C)."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -288,7 +291,7 @@ class LocalTower(nn.Module):
         self.inner: Any = transformers.AutoModel.from_pretrained(path, local_files_only=True)
         self.dim: int = self.inner.config.hidden_size
         if getattr(self.inner, "pooler", None) is not None:
-            self.inner.pooler.requires_grad_(False)  # not on the way to the first token
+            self.inner.pooler.requires_grad_(False)  # the first token does not need it
 
     def forward(self, tokens: Tensor) -> Tensor:
         mask = tokens != PAD
@@ -298,7 +301,7 @@ class LocalTower(nn.Module):
 
 
 class CTClip(nn.Module):
-    """Both towers, projected to directions of one space."""
+    """Both encoders, projected to unit vectors of one space."""
 
     def __init__(self, image: CTViT, text: WordTower | LocalTower, config: Clip) -> None:
         super().__init__()
@@ -316,9 +319,9 @@ class CTClip(nn.Module):
         self.shift = nn.Parameter(torch.tensor(FIRST_SHIFT)) if config.loss == "siglip" else None
 
     def forward(self, volume: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """Return directions (B, latent), the temperature, SigLIP's shift, the code distance (B,).
+        """Return unit embeddings (B, latent), the temperature, SigLIP's bias, code distances (B,).
 
-        Everything that is trained goes through here, where its gradients are waited for.
+        All trained parameters are used in this call, as DDP requires.
         """
         described, apart = self.image_tower(volume.to(self.tau.dtype))
         made = {
@@ -330,7 +333,7 @@ class CTClip(nn.Module):
         return made if self.shift is None else made | {"shift": self.shift}
 
     def embed_text(self, tokens: Tensor) -> Tensor:
-        """Return the directions of texts."""
+        """Return the unit embeddings of texts."""
         return direction(self.text_projection(self.text_tower(tokens)))
 
 

@@ -1,10 +1,10 @@
-"""Chests made on the spot: volumes with findings at their places, and reports that name them.
+"""Generated chest volumes with findings, and reports that name them.
 
-Owns: drawing them, the same for the same seed. Does not own: reading them back.
+Owns: drawing them, reproducibly from a seed. Does not own: reading them back.
 
-Each finding is a shape of its own density at a place of its own, a little moved and
-scaled; a report says of every finding that it is there or not, in any order. Held-out
-volumes all differ in their findings, so that one report fits one volume.
+Each finding is a shape with its own density and position, randomly moved and scaled a
+little; a report says for every finding, in random order, whether it is present. Held-out
+volumes all have different findings, so that a report fits only one volume.
 """
 
 import json
@@ -24,7 +24,7 @@ INTERCEPT = -1024
 """Stored values are HU + 1024, as scanners store them."""
 LUNG_HU, BODY_HU, AIR_HU = -800, 40, -1000
 
-# Where a finding is (depth, height, width), its radii, all as parts of the volume; its HU.
+# Centre (depth, height, width) and radii of a finding as parts of the volume, and its HU.
 PLACES: dict[str, tuple[tuple[float, float, float], tuple[float, float, float], int]] = {
     "Cardiomegaly": ((0.5, 0.55, 0.5), (0.28, 0.16, 0.16), 120),
     "Pleural effusion": ((0.78, 0.63, 0.3), (0.18, 0.1, 0.12), 10),
@@ -47,10 +47,10 @@ def make_volumes(
 ) -> Path:
     """Write `num` training and `num_val` held-out volumes in `train` and `validation`.
 
-    A folder that holds exactly this set is left alone.
+    A folder that already holds exactly this set is kept.
 
     Raises:
-        ConfigError: if there are not so many volumes that differ in their findings.
+        ConfigError: if there are fewer combinations of findings than held-out volumes.
         DataError: if the folder holds anything else.
     """
     if num_val > NUM_CODES:
@@ -84,7 +84,7 @@ def _write(
 def draw(
     labels: dict[str, int], shape: tuple[int, int, int], rng: np.random.Generator
 ) -> NDArray[np.int16]:
-    """Draw a chest with these findings, as a scanner would store it."""
+    """Draw a chest with these findings, in the units that scanners store."""
     grid = np.meshgrid(*(np.linspace(0, 1, n) for n in shape), indexing="ij")
 
     def inside(centre: tuple[float, ...], radii: tuple[float, ...]) -> NDArray[np.bool_]:
@@ -106,14 +106,14 @@ def draw(
 
 
 def report(labels: dict[str, int], rng: np.random.Generator) -> str:
-    """Say of every finding whether it is there, in any order."""
+    """Return a sentence per finding that says whether it is present, in random order."""
     names = list(labels)
     order = (names[index] for index in rng.permutation(len(names)))
     return " ".join(f"There is {'' if labels[n] else 'no '}{n.lower()}." for n in order)
 
 
 def main(argv: Sequence[str]) -> str:
-    """Write volumes as the command line asks."""
+    """Write the volumes that the command line describes."""
     flags = Flags("ctclip", "Make volumes with findings.", "... data --num 512 --num_val 64")
     flags.add_argument("folder", type=Path)
     flags.add_argument("--num", type=int, default=512)

@@ -1,15 +1,15 @@
-"""CT-CLIP as a task: pairs of a volume and its report, told apart from all other pairs.
+"""CT-CLIP as a task: contrastive learning on pairs of a volume and its report.
 
-Owns: the loss with negatives from all ranks, and what an evaluation measures. Does not
+Owns: the loss with negatives from all ranks, and the metrics of an evaluation. Does not
 own: the network, the files, the loop.
 
 softmax: mean over pairs i of half the cross-entropy of  exp(tau) t_i . I  to find i's volume
                          plus half the cross-entropy of  exp(tau) v_i . T  to find i's report
 siglip:  mean over pairs i of the sum over j of          softplus(-y_ij z_ij)
 
-I and T are the directions of all ranks' volumes and reports, gathered with their
-gradient: a volume here is drawn to or pushed from reports there. More GPUs then mean more
-negatives. A gather without gradient would show the same loss and take a wrong step.
+I and T are the embeddings of the volumes and reports of all ranks. They are gathered with
+their gradient, so a volume here also learns from reports on other ranks, and more GPUs mean
+more negatives. A gather without gradient would give the same loss and a wrong step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,11 +49,11 @@ BETAS = (0.9, 0.99)
 
 
 class CTClipTask(Task):
-    """Bring volumes and their reports together, and all others apart.
+    """Train two encoders so that volumes match their own reports and no others.
 
     Args:
         config: The settings.
-        prepared_as: The shape that prepared volumes have, where the model takes only a part.
+        prepared_as: The shape of prepared volumes, if the model takes only a part of it.
     """
 
     name = "ctclip"
@@ -72,7 +72,7 @@ class CTClipTask(Task):
         "accept_changes",
         "lockstep",
     )
-    """What the run itself compares, and what decides nothing."""
+    """Settings that the run compares itself, or that do not affect training."""
     gathers = True
 
     def __init__(self, config: CTClipConfig, prepared_as: Shape | None = None) -> None:
@@ -85,17 +85,18 @@ class CTClipTask(Task):
         return self.config.model_dump(mode="json")
 
     def banner(self, world: World, contract: Contract) -> list[str]:
-        """Say how many pairs meet, and what cannot be measured."""
-        plan, exact = contract.plan, self.config.run_config().exact
+        """Return the number of pairs in the loss, and the metrics that cannot be measured."""
+        plan = contract.plan
+        exact = self.config.run_config().exact
         num_pairs = plan.global_batch if exact else plan.total_batch
-        lines = [f"Pairs told apart at a time: {num_pairs}"]
+        lines = [f"Pairs compared in the loss: {num_pairs}"]
         if self.entries[1] and not self.findings:
-            lines.append("warning: held-out volumes have no labels; retrieval alone is measured")
+            lines.append("warning: held-out volumes have no labels; only retrieval is measured")
         lacking = sum(not set(self.findings) <= e.findings.keys() for e in self.entries[1])
         if lacking:
             lines.append(
                 f"warning: {lacking} of {len(self.entries[1])} held-out volumes lack labels, and "
-                "are left out where they do"
+                "are not counted for these"
             )
         return lines
 
@@ -103,15 +104,16 @@ class CTClipTask(Task):
 
     @cached_property
     def entries(self) -> tuple[list[Entry], list[Entry]]:
-        """What is trained on and what is held out."""
-        paths, wanted = self.config.data.paths, self.config.validation.eval_samples
+        """The training volumes and the held-out volumes."""
+        paths = self.config.data.paths
+        wanted = self.config.validation.eval_samples
         train = open_entries(paths.train, paths.labels)
         held_out = open_entries(paths.validation, paths.labels) if paths.validation else []
         return train, [held_out[index] for index in spread(len(held_out), wanted)]
 
     @cached_property
     def findings(self) -> tuple[str, ...]:
-        """The findings that are looked for in held-out volumes."""
+        """The findings to classify in held-out volumes."""
         return findings_in(self.entries[1])
 
     def train_data(self) -> VolumeData:
@@ -124,12 +126,13 @@ class CTClipTask(Task):
 
     def _volumes(self, entries: Sequence[Entry]) -> VolumeData:
         shape = self.config.model.image_encoder.volume_shape
-        spacing, stored = self.config.data.spacing, self.prepared_as
+        spacing = self.config.data.spacing
+        stored = self.prepared_as
         return VolumeData(entries, shape, spacing, self.findings, stored)
 
     @cached_property
     def tokenize(self) -> Vocabulary | LocalTokenizer:
-        """What turns texts into numbers; `load_state` puts a checkpoint's words here."""
+        """The tokenizer; `load_state` replaces it by that of the checkpoint."""
         text = self.config.model.text_encoder
         if text.path is not None:
             return LocalTokenizer(text.path, text.max_length)
@@ -137,7 +140,7 @@ class CTClipTask(Task):
         return Vocabulary.build(reports, text.max_words, text.max_length)
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Stack volumes; turn reports into rows of numbers, and a number for each text."""
+        """Stack volumes, tokenize reports, and number identical reports."""
         reports = [sample["report"] for sample in samples]
         return {
             "volume": torch.stack([sample["volume"] for sample in samples]),
@@ -149,8 +152,9 @@ class CTClipTask(Task):
     # --- model --------------------------------------------------------------------------------
 
     def build_model(self) -> CTClip:
-        """Return both towers."""
-        model, tokenize = self.config.model, self.tokenize
+        """Return both encoders."""
+        model = self.config.model
+        tokenize = self.tokenize
         text: WordTower | LocalTower
         if isinstance(tokenize, Vocabulary):
             text = WordTower(len(tokenize), model.text_encoder)
@@ -160,7 +164,7 @@ class CTClipTask(Task):
         return CTClip(CTViT(model.image_encoder), text, model.clip)
 
     def build_optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        """Return AdamW; matrices decay, biases, scales and norms do not."""
+        """Return AdamW with weight decay for matrices, but not for biases, scales and norms."""
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = [
             {
@@ -172,7 +176,7 @@ class CTClipTask(Task):
         return AdamW(groups, lr, BETAS, fused=all(p.is_cuda for p in trained))
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
-        """Return what is called as a module: of an image layer its parts."""
+        """Return the modules to shard: those that are called, such as parts of an image layer."""
         for block in super().blocks(model):
             yield from block.children() if isinstance(block, Layer) else (block,)
 
@@ -181,13 +185,16 @@ class CTClipTask(Task):
     def loss(self, model: nn.Module, batch: Batch, context: Context) -> PartialLoss:
         """Return the loss summed over this rank's pairs, against the pairs of all ranks."""
         made = model(batch["volume"], batch["tokens"])
-        image, text = made["image"], made["text"]
+        image = made["image"]
+        text = made["text"]
         with torch.autocast(image.device.type, enabled=False):
             all_pairs = self.gather(torch.cat([image, text], dim=1), context)
             all_image, all_text = all_pairs.chunk(2, dim=1)
             target = torch.arange(len(image), device=image.device) + context.gather_start(image)
-            if not context.counts:  # company for the others: its pairs are not in the gather
-                image, text, target = image[:0], text[:0], target[:0]
+            if not context.counts:  # padding: its pairs are not in the gather
+                image = image[:0]
+                text = text[:0]
+                target = target[:0]
             logits = text @ all_image.T * made["scale"]
             if "shift" in made:
                 is_pair = F.one_hot(target, len(all_pairs)).to(logits.dtype)
@@ -201,20 +208,20 @@ class CTClipTask(Task):
         return PartialLoss(total, float(len(image)), {"accuracy": (right, float(len(image)))})
 
     def gather(self, local: Tensor, context: Context) -> Tensor:
-        """Return the rows of all ranks, with the way back for their gradient. Collective."""
+        """Return the rows of all ranks, with their gradient. Collective."""
         return context.gather(local)
 
     # --- evaluation ---------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
-        """Begin anew; the numbers come from `finish_evaluation`, which sees all ranks."""
+        """Reset the collected samples; `finish_evaluation` computes the metrics of all ranks."""
         self._seen = []
         return {}
 
     def evaluate(
         self, model: nn.Module, batch: Batch, context: Context
     ) -> dict[str, tuple[Tensor, Tensor | float]]:
-        """Keep the directions of held-out volumes and reports; nothing is measured yet."""
+        """Collect the embeddings of held-out volumes and reports for `finish_evaluation`."""
         made = model(batch["volume"], batch["tokens"])
         kept = {name: made[name] for name in ("image", "text")}
         if context.counts:
@@ -224,9 +231,10 @@ class CTClipTask(Task):
     def finish_evaluation(
         self, model: nn.Module, context: Context, folder: str
     ) -> dict[str, float]:
-        """Bring all ranks' held-out samples together, each once, and measure. Collective."""
+        """Gather the held-out samples of all ranks, each once, and compute metrics. Collective."""
         assert isinstance(model, CTClip)
-        world, latent = context.world, model.image_projection.out_features
+        world = context.world
+        latent = model.image_projection.out_features
         dtype = torch.float64 if model.tau.dtype == torch.float64 else torch.float32
         empty = {
             "image": torch.zeros(0, latent, dtype=dtype),
@@ -242,7 +250,8 @@ class CTClipTask(Task):
                 for name, none in empty.items()
             }
             self._seen = []
-            image, text = whole["image"], whole["text"]
+            image = whole["image"]
+            text = whole["text"]
             measured = {"retrieval_at_1": retrieval_at_1(image, text, whole["report"])}
             if self.findings:
                 tokens = self.tokenize(prompts(self.findings)).to(world.device)
@@ -254,15 +263,15 @@ class CTClipTask(Task):
                 measured |= measure_findings(scores, whole["labels"], threshold)
         return chosen(measured, self.config.validation.metrics)
 
-    # --- what a checkpoint remembers ----------------------------------------------------------
+    # --- checkpoints ----------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the words, without which the numbers in the embedding mean nothing."""
+        """Return the vocabulary, which gives the rows of the embedding their meaning."""
         words = self.tokenize.words if isinstance(self.tokenize, Vocabulary) else None
         return {"words": words, "findings": list(self.findings)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take the checkpoint's words: the reports may have gained some since."""
+        """Restore the checkpoint's vocabulary: the reports may have new words by now."""
         if state["words"] is not None:
             length = self.config.model.text_encoder.max_length
             self.tokenize = Vocabulary(state["words"], length)

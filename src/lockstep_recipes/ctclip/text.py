@@ -1,7 +1,6 @@
-"""Reports as numbers: a vocabulary of the words they use, or a local model's tokenizer.
+"""Tokenizers of reports: a vocabulary of their words, or the tokenizer of a local model.
 
-Owns: cutting text into words and counting them. Does not own: what the numbers mean to
-the network.
+Owns: splitting text into words and numbering them. Does not own: the text encoder.
 """
 
 import re
@@ -15,13 +14,15 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 
-PAD, FIRST, UNKNOWN = 0, 1, 2
+PAD = 0
+FIRST = 1
+UNKNOWN = 2
 NUM_SPECIAL = 3
 WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def words_of(text: str) -> list[str]:
-    """Cut a text into lower-case words and signs.
+    """Split a text into lower-case words and punctuation.
 
     >>> words_of("There is no Lung nodule.")
     ['there', 'is', 'no', 'lung', 'nodule', '.']
@@ -30,7 +31,7 @@ def words_of(text: str) -> list[str]:
 
 
 class Vocabulary:
-    """The words of the training reports, the most frequent first; a checkpoint keeps them."""
+    """The words of the training reports, most frequent first; saved in the checkpoint."""
 
     def __init__(self, words: Sequence[str], max_length: int) -> None:
         self.words = list(words)
@@ -39,7 +40,7 @@ class Vocabulary:
 
     @classmethod
     def build(cls, reports: Iterable[str], max_words: int, max_length: int) -> "Vocabulary":
-        """Count the words of `reports`; ties go by the alphabet, so that all ranks agree."""
+        """Count the words of `reports`; ties are sorted by alphabet, so that all ranks agree."""
         counts = Counter(word for report in reports for word in words_of(report))
         ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         return cls([word for word, _ in ranked[:max_words]], max_length)
@@ -48,7 +49,7 @@ class Vocabulary:
         return len(self.words) + NUM_SPECIAL
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """Return a row of word numbers for each text, behind a first token, padded with 0."""
+        """Return a row of numbers for each text: a first token, the words, and 0 as padding."""
         rows = [
             [FIRST, *(self._ids.get(word, UNKNOWN) for word in words_of(text))][: self.max_length]
             for text in texts
@@ -60,7 +61,7 @@ class Vocabulary:
 
 
 class LocalTokenizer:
-    """The tokenizer of a Hugging Face model on this disk; its padding becomes 0."""
+    """The tokenizer of a local Hugging Face model; its padding becomes 0."""
 
     def __init__(self, path: Path, max_length: int) -> None:
         transformers = import_transformers(path)
@@ -75,14 +76,14 @@ class LocalTokenizer:
             list(texts), padding=True, truncation=True, max_length=self.max_length
         )
         numbers, mask = (torch.tensor(found[k]) for k in ("input_ids", "attention_mask"))
-        return (numbers + 1) * mask  # so that 0 is padding, whatever its own number is
+        return (numbers + 1) * mask  # 0 is padding, whatever number the tokenizer uses
 
 
 def import_transformers(path: Path) -> Any:
-    """Return the transformers package, for a model that is on this disk.
+    """Return the transformers package, for a local model.
 
     Raises:
-        ConfigError: if either is missing.
+        ConfigError: if the package or the model is missing.
     """
     if not path.is_dir():
         raise ConfigError(

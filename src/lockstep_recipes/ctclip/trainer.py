@@ -1,8 +1,8 @@
-"""The second entrance: a loop of its own around the spine's parts, launched by Accelerate.
+"""A custom training loop around lockstep's `Trainer`, launched by Accelerate.
 
-Owns: the order of events in a CT-CLIP run, and what its steps cost in seconds where that
-is asked for. Does not own: the group (`launch.py`), the parts (`lockstep.run.build`), what
-happens between steps (`lockstep.trainer`), or any arithmetic.
+Owns: the order of events in a CT-CLIP run, and optional timing of its steps. Does not own:
+the process group (`launch.py`), the parts of a run (`lockstep.run.build`), everything
+between steps (`lockstep.trainer`), or any arithmetic.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from lockstep_recipes.ctclip.task import CTClipTask
 
 
 def run(config: CTClipConfig, task: CTClipTask | None = None) -> RunResult:
-    """Train as `config` says, on as many ranks as were launched.
+    """Train as `config` describes, on all launched ranks.
 
-    Goes on from the newest good checkpoint in the run's folder if there is one. SIGTERM
-    and Ctrl-C save at the next step, on all ranks alike; a second signal leaves at once.
+    Resumes from the newest valid checkpoint in the run's folder if there is one. After SIGTERM
+    or Ctrl-C, all ranks save at the same next step; a second signal exits at once.
 
     Raises:
-        LockstepError: the same on every rank, with what is wrong and what to try.
+        LockstepError: the same on every rank.
     """
     with ExitStack() as stack:
         asked = config.run_config()
@@ -43,7 +43,8 @@ def run(config: CTClipConfig, task: CTClipTask | None = None) -> RunResult:
         trainer = Trainer(run, signals, stack, also_say=lines)
         if config.logging.profile_timing:
             trainer.events.listeners.append(timing(trainer.events))
-        loader, curve = run.loader, run.config.schedule
+        loader = run.loader
+        curve = run.config.schedule
         schedule = build_schedule(curve, loader.plan.steps_per_epoch, loader.total_steps)
         for batch in trainer.steps():
             run.set_rate(schedule(batch.step))
@@ -52,7 +53,7 @@ def run(config: CTClipConfig, task: CTClipTask | None = None) -> RunResult:
 
 
 def timing(events: EventLog) -> Callable[[Event], None]:
-    """Return a listener that writes what steps, data, evaluations and saves cost in seconds."""
+    """Return a listener that logs the seconds spent on steps, data, evaluations and saves."""
 
     def listen(event: Event) -> None:
         seconds: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""Folders of images or of texts, as samples by index.
+"""Data sets of images or texts in a folder.
 
-Owns: what a folder holds, its classes, the held-out slice, decoding a file. Does
-not own: the order of samples, batches, devices; and an image stays uint8 here.
+Owns: listing a folder, its classes, the held-out slice, decoding a file. Does not own:
+the order of samples, batches, devices. Images stay uint8 here.
 """
 
 import hashlib
@@ -38,21 +38,21 @@ class Listing:
     root: Path
     kind: Literal["images", "text"]
     names: tuple[str, ...]
-    """Paths below `root`, with forward slashes."""
+    """Paths relative to `root`, with forward slashes."""
     labels: tuple[int, ...]
     classes: tuple[str, ...]
-    """Class folders in alphabetical order; none when the folder is flat."""
+    """Class folders in alphabetical order; empty if the folder is flat."""
 
     def __len__(self) -> int:
         return len(self.names)
 
     def fingerprint(self) -> list[str]:
-        """Return what changes with each file, its name and class included."""
+        """Return a text per file that changes with its content, name or class."""
         named = zip(self.names, self.labels, strict=True)
         return file_prints([(f"{name} {label}", [self.root / name]) for name, label in named])
 
     def select(self, indices: list[int]) -> "Listing":
-        """Return the same folder with some of its files only."""
+        """Return the same folder with only some of its files."""
         names = tuple(self.names[i] for i in indices)
         return replace(self, names=names, labels=tuple(self.labels[i] for i in indices))
 
@@ -60,8 +60,8 @@ class Listing:
 def scan(folder: Path | str, data_format: DataFormat = "auto") -> Listing:
     """List what `folder` holds: images (in class folders, or flat), or texts.
 
-    Hidden files and files of other kinds are passed over. With "auto" the folder
-    decides, and must hold one kind; otherwise the other kind is passed over, too.
+    Hidden files and files of other kinds are ignored. With "auto" the folder must hold
+    either images or texts; otherwise the other kind is ignored too.
 
     Raises:
         DataError: if the folder is missing, unreadable, empty, or mixed.
@@ -88,7 +88,7 @@ def _walk(root: Path) -> list[str]:
     if not root.exists():
         raise DataError(
             f"the data folder {root} does not exist",
-            "check the path, or set LOCKSTEP_REHEARSAL=1 to train on sample data made on the spot",
+            "check the path, or set LOCKSTEP_REHEARSAL=1 to train on generated sample data",
         )
     if not root.is_dir():
         raise DataError(f"{root} is a file, not a folder of images or texts", f"pass {root.parent}")
@@ -146,10 +146,10 @@ def _sort_into_classes(root: Path, images: list[str]) -> Listing:
 
 
 def hold_out(listing: Listing, fraction: float) -> tuple[Listing, Listing]:
-    """Split a listing into what is trained on and a held-out slice that never overlaps.
+    """Split a listing into training files and disjoint held-out files.
 
-    A file is held out by the hash of its name, so neither the machine nor the
-    order of the folder matters. At least 8 files are held out, never more than half.
+    The hash of a file's name decides, so neither the machine nor the order of the folder
+    matters. At least 8 files are held out, never more than half.
     """
     if fraction <= 0:
         return listing, listing.select([])
@@ -157,7 +157,7 @@ def hold_out(listing: Listing, fraction: float) -> tuple[Listing, Listing]:
     num_held_out = min(wanted, len(listing) // 2)
 
     def key(index: int) -> bytes:
-        name = listing.names[index].encode(errors="surrogateescape")  # it may be no text
+        name = listing.names[index].encode(errors="surrogateescape")  # a name may be invalid UTF-8
         return hashlib.blake2b(name, digest_size=8).digest()
 
     order = sorted(range(len(listing)), key=key)
@@ -168,10 +168,10 @@ def hold_out(listing: Listing, fraction: float) -> tuple[Listing, Listing]:
 
 
 def match_classes(held_out: Listing, trained: Listing) -> Listing:
-    """Number the classes of a held-out folder as the training folder does.
+    """Give the classes of a held-out folder the numbers of the training folder.
 
     Raises:
-        DataError: if it holds another kind of file, or a class that is not trained.
+        DataError: if it holds another kind of file, or a class without training files.
     """
     if held_out.kind != trained.kind:
         raise DataError(
@@ -198,7 +198,7 @@ def match_classes(held_out: Listing, trained: Listing) -> Listing:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Turn a grey, palette or transparent image into RGB; what is transparent becomes white."""
+    """Convert a grey, palette or transparent image to RGB, on white."""
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I"):  # 16-bit grey: Pillow would clip instead of scale
@@ -212,12 +212,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def centre_square(image: Image.Image, size: int) -> Image.Image:
-    """Cut out the central square and resize it to `size` pixels."""
+    """Crop the central square and resize it to `size` pixels."""
     if image.size == (size, size):
         return image
     width, height = image.size
     side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
+    left = (width - side) / 2
+    top = (height - side) / 2
     return image.resize(
         (size, size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side)
     )
@@ -227,12 +228,12 @@ def read_image(path: Path, size: int) -> NDArray[np.uint8]:
     """Decode a file into an RGB image (size, size, 3).
 
     Raises:
-        DataError: if the file cannot be opened or is no whole image; it names the file.
+        DataError: if the file cannot be opened, or is truncated or damaged.
     """
     try:
         with warnings.catch_warnings(), Image.open(path) as image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image.draft("RGB", (2 * size, 2 * size))  # decodes a large JPEG at part of its size
+            image.draft("RGB", (2 * size, 2 * size))  # decodes a large JPEG at a reduced size
             return np.asarray(centre_square(to_rgb(image), size))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(
@@ -295,7 +296,7 @@ def read_tokens(path: Path) -> list[int]:
     """Return the tokens of a `.txt`, or of a `.json` with "text" or "prompt" and "answer".
 
     Raises:
-        DataError: if the file cannot be read or says something else; it names the file.
+        DataError: if the file cannot be read, or has another format.
     """
     try:
         content = path.read_bytes()
@@ -309,13 +310,13 @@ def read_tokens(path: Path) -> list[int]:
         raise DataError(f"{path} cannot be read: {error.strerror}", "check the file") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f'{path} is no JSON object with "text", or with "prompt" and "answer"',
+            f'{path} is not a JSON object with "text", or with "prompt" and "answer"',
             "correct the file or remove it",
         ) from error
 
 
 def open_listing(listing: Listing, size: int, *, flip: bool) -> ImageFolder | TextFolder:
-    """Return the samples of a listing; `flip` mirrors every second image and no text."""
+    """Return the data set of a listing; `flip` mirrors half of the images, and no texts."""
     if listing.kind == "text":
         return TextFolder(listing, size)
     return ImageFolder(listing, size, flip=flip)

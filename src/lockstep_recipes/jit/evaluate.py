@@ -1,12 +1,12 @@
-"""Sampling images, and how far a set of them is from the real ones.
+"""Sampling images, and their Frechet distance from real ones.
 
 Owns: the Heun sampler, the features, the Frechet distance, the picture of samples.
-Does not own: when to sample, or which weights. Nothing here keeps a gradient.
+Does not own: when to sample, or with which weights. Nothing here keeps a gradient.
 
 The distance reported without Inception weights, `frechet_random_features`, is **not**
-FID: its features come from a small convolutional network whose weights were drawn
-once from a fixed seed. It falls as samples come to look like the data and allows
-comparing runs on the same data; it is comparable with nothing published.
+FID: its features come from a small convolutional network with random weights from a
+fixed seed. It falls as samples come to look like the data, and compares runs on the same
+data; it cannot be compared with published numbers.
 
 Shapes: B images, H image side, F features.
 """
@@ -34,12 +34,12 @@ RANDOM_FEATURE_CHANNELS = (16, 32, 64)
 
 
 SEEN_SIZE = 64
-"""Samples smaller than this are enlarged in a picture."""
+"""Side in pixels below which samples are enlarged in a picture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:
-    """How to get from noise to an image."""
+    """Settings of the sampler."""
 
     steps: int = 50
     guidance: float = 2.9
@@ -48,7 +48,7 @@ class SamplerSettings:
 
 
 def sample_noise(seed: int, indices: range, size: int) -> Tensor:
-    """Return unit noise (B, 3, H, H), each sample's drawn from its own index on the CPU."""
+    """Return unit noise (B, 3, H, H), drawn for each sample from its index, on the CPU."""
     draws = [
         torch.randn(3, size, size, generator=keyed_generator(CPU, seed, "sample", index))
         for index in indices
@@ -70,7 +70,7 @@ def sample(
     uniform grid; the last step is Euler's. `velocity(x, t, labels)` is the model's.
 
     Inside the guidance interval v = v_null + w (v_class - v_null), outside it
-    v = v_class. When all `labels` are null there is nothing to guide.
+    v = v_class. If all `labels` are null, there is no guidance.
     """
     low, high = settings.guidance_interval
     null = torch.full_like(labels, null_class)
@@ -85,7 +85,8 @@ def sample(
 
     x = settings.noise_scale * noise
     for step in range(settings.steps):
-        t, t_next = step / settings.steps, (step + 1) / settings.steps
+        t = step / settings.steps
+        t_next = (step + 1) / settings.steps
         v = guided(x, t)
         ahead = x + (t_next - t) * v
         is_last = step == settings.steps - 1
@@ -104,9 +105,9 @@ def from_bytes(image: Tensor) -> Tensor:
 
 
 def share(num: int, world: World) -> range:
-    """Return this rank's contiguous part of `num` things; the last ranks may have fewer, or none.
+    """Return this rank's contiguous share of `num` items; the last ranks may have fewer, or none.
 
-    Every part is `ceil(num / size)` long except at the end, so gathered parts are in order.
+    Every share but the last ones has `ceil(num / size)` items, so gathered shares are in order.
     """
     length = math.ceil(num / world.size)
     return range(min(num, world.rank * length), min(num, (world.rank + 1) * length))
@@ -115,10 +116,10 @@ def share(num: int, world: World) -> range:
 def sample_share(
     draw: Callable[[range], Tensor], num: int, batch_size: int, world: World
 ) -> Iterator[Tensor]:
-    """Yield this rank's share of `num` samples in batches; `draw` makes those of some indices.
+    """Yield this rank's share of `num` samples in batches; `draw` returns those of some indices.
 
-    Every rank draws equally often and batches of the same sizes, repeating samples it
-    then drops: a sharded model communicates in each forward pass, so no rank may skip one.
+    A sharded model communicates in each forward pass, so every rank must draw the same number
+    of batches of the same sizes. A rank with fewer samples repeats some and drops them.
     """
     own = share(num, world)
     length = math.ceil(num / world.size)
@@ -134,7 +135,7 @@ def sample_share(
 class RandomFeatures(nn.Module):
     """A fixed random convolutional network: images (B, 3, H, H) to features (B, 112).
 
-    Its features are the means over space after each of three layers. Not Inception, not FID.
+    Its features are the spatial means after each of three layers. Not Inception, not FID.
     """
 
     num_features = sum(RANDOM_FEATURE_CHANNELS)
@@ -151,7 +152,8 @@ class RandomFeatures(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return features (B, 112) of images between -1 and 1."""
-        x, means = image, []
+        x = image
+        means = []
         for index in range(len(RANDOM_FEATURE_CHANNELS)):
             stride = 1 if index == 0 else 2
             x = F.relu(F.conv2d(x, self.get_buffer(f"weight_{index}"), stride=stride, padding=1))
@@ -172,12 +174,12 @@ class Moments:
 
     @classmethod
     def empty(cls, num_features: int, device: torch.device) -> Self:
-        """Return the moments of no feature."""
+        """Return the moments of an empty set."""
         zeros = torch.zeros(num_features + 1, num_features, dtype=torch.float64, device=device)
         return cls(zeros.new_zeros(()), zeros[0], zeros[1:])
 
     def add(self, features: Tensor) -> "Moments":
-        """Return the moments with `features` (B, F) counted in."""
+        """Return the moments with `features` (B, F) added."""
         features = features.double()
         return Moments(
             self.count + len(features),
@@ -186,7 +188,7 @@ class Moments:
         )
 
     def all_sum(self, world: World) -> "Moments":
-        """Return the moments of all ranks' features together. Collective."""
+        """Return the moments of the features of all ranks. Collective."""
         num_features = len(self.total)
         packed = torch.cat([self.count[None], self.total, self.products.flatten()])
         packed = world.all_sum(packed)
@@ -226,7 +228,7 @@ def image_moments(images: Iterator[Tensor], features: FeatureNetwork, world: Wor
     moments = Moments.empty(features.num_features, world.device)
     for batch in images:
         image = from_bytes(batch.to(world.device))
-        # The samples may come out of autocast; features are compared between runs, in float32.
+        # Samples may come from autocast; features are compared between runs, so use float32.
         with torch.autocast(world.device.type, enabled=False):
             moments = moments.add(features(image))
     return moments
@@ -242,9 +244,9 @@ def frechet_of_moments(a: Moments, b: Moments, world: World) -> float:
 
 
 def tile(images: NDArray[np.uint8], num_classes: int = 1, gap: int = 2) -> NDArray[np.uint8]:
-    """Lay images (B, 3, H, H) out in a nearly square picture, white between them.
+    """Arrange images (B, 3, H, H) in a nearly square picture with white gaps.
 
-    Columns are a multiple of the classes where that fits, so that a column is a class.
+    If it fits, the number of columns is a multiple of the classes: then a column is a class.
     """
     num, _, size, _ = images.shape
     columns = math.ceil(math.sqrt(num))
@@ -254,18 +256,19 @@ def tile(images: NDArray[np.uint8], num_classes: int = 1, gap: int = 2) -> NDArr
     pitch = size + gap
     picture = np.full((rows * pitch + gap, columns * pitch + gap, 3), 255, dtype=np.uint8)
     for index, image in enumerate(images):
-        top, left = gap + index // columns * pitch, gap + index % columns * pitch
+        top = gap + index // columns * pitch
+        left = gap + index % columns * pitch
         picture[top : top + size, left : left + size] = image.transpose(1, 2, 0)
     return picture
 
 
 def enlarge(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Make each pixel of small images a square, so that people can see them."""
+    """Enlarge small images by drawing each pixel as a square."""
     zoom = max(1, SEEN_SIZE // images.shape[2])
     return images.repeat(zoom, axis=2).repeat(zoom, axis=3)
 
 
 def save_picture(folder: str, name: str, picture: NDArray[np.uint8]) -> None:
-    """Write a PNG into a run's folder, so that no one reads half of it."""
+    """Write a PNG into a run's folder atomically, so that nobody reads a partial file."""
     with replacing(folder, name) as file:
         Image.fromarray(picture).save(file, format="PNG")

@@ -1,4 +1,4 @@
-"""The flags of the JiT recipe, translated to a task and a run config and nothing more."""
+"""The flags of the JiT recipe, and their translation to a task and a run config."""
 
 import argparse
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ REHEARSAL_IMAGES = 1024
 
 
 def flags() -> Flags:
-    """Return the parser: the guide's flags under their own names, then ours."""
+    """Return the parser: the flags of the guide under its names, then our own."""
     parser = Flags(
         "jit",
         "Train JiT, a diffusion transformer that predicts the clean image from its pixels.",
@@ -68,22 +68,27 @@ def flags() -> Flags:
     weights = "local file of Inception weights; with it the FID is computed, else a proxy"
     add("--inception_weights", help=weights)
     add("--output_dir", default="./output", help="the run folder")
-    choices, unreadable = ["stop", "skip"], "what to do about an unreadable image"
+    choices = ["stop", "skip"]
+    unreadable = "what to do about an unreadable image"
     add("--on_bad_image", dest="on_bad_sample", choices=choices, default="stop", help=unreadable)
     return parser
 
 
 def build(argv: Sequence[str]) -> tuple[JiTTask, RunConfig]:
-    """Turn the command line into what `fit` takes."""
+    """Turn the command line into the arguments of `fit`."""
     args = flags().read(argv)
-    task_config(JiTConfig, args)  # before anything is drawn
+    task_config(JiTConfig, args)  # refuse bad settings before anything is generated
     if is_rehearsal():
         rehearse(args, "JiT-T/4 at 8 px", f"{args.variant} at {args.image_size} px")
-        args.variant, args.image_size, args.sample_steps = "JiT-T/4", 8, 4
-        args.num_fid_samples, args.grid = 16, 4
+        args.variant = "JiT-T/4"
+        args.image_size = 8
+        args.sample_steps = 4
+        args.num_fid_samples = 16
+        args.grid = 4
         if not Path(args.data).exists():
-            args.data = _sample_data(args, REHEARSAL_IMAGES, seed=0)  # the next one's, too
-            args.val, args.data_format = None, "auto"
+            args.data = _sample_data(args, REHEARSAL_IMAGES, seed=0)  # the next rehearsal reuses it
+            args.val = None
+            args.data_format = "auto"
     elif args.sample_data:
         args.data = _sample_data(args, args.sample_data, args.seed)
     run = run_config(

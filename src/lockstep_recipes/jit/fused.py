@@ -1,19 +1,19 @@
 # mypy: allow-untyped-calls
-"""A JiT block computed with kernels of our own between its matrix products (`kernels.py`).
+"""A JiT block computed with fused kernels (`kernels.py`) between its matrix products.
 
-Owns: the kernels as torch operators with gradients, their launches and sizes; `go_through`,
-which computes what blocks do with them. Does not own: the block, whose plain code
-(`model.py`) is the definition; which blocks are computed so (`task.py`).
+Owns: the kernels as torch operators with gradients, their launches and sizes; `run_blocks`,
+which computes blocks with them. Does not own: the block itself, which the plain code in
+`model.py` defines; the choice of blocks to compute this way (`task.py`).
 
-Sizes of programs are constants, never tuned by timing: they set the order of sums, so two
-runs would differ in the last bits.
+Program sizes are constants and never tuned by timing: they determine the order of sums, so
+runs with different sizes would differ in the last bits.
 
-Two ways of speaking to autograd that spare passes over memory:
+Two conventions with autograd that save passes over memory:
     bias     The linear layer before an operator adds `bias.detach()`. The operator's
-             backward pass has the gradient of the layer's output in hand, sums it over the
-             tokens on the way, and returns it as the gradient of the bias.
-    token    An output of stride 0 that stands for a tensor. It is never read; the gradient
-             of the tensor comes back through it, to the pass that has use for it.
+             backward pass computes the gradient of the layer's output anyway, sums it over
+             the tokens, and returns the sum as the gradient of the bias.
+    token    An output of stride 0 that stands for a tensor. It is never read; it carries
+             the tensor's gradient back to the pass that needs it.
 
 Shapes: B images, S tokens, W width, A heads, D width of a head, H hidden width.
 """
@@ -45,27 +45,27 @@ from lockstep_recipes.jit.kernels import (
 if TYPE_CHECKING:
     from lockstep_recipes.jit.model import Attention, Block
 
-# The best of those tried on an H200 (132 multiprocessors) at B 256, S 288, W 768.
+# The fastest of those tried on an H200 (132 multiprocessors) at B 256, S 288, W 768.
 SWIGLU = 8, 256, 4  # rows, columns, warps
-SWIGLU_BACKWARD = 128, 4, 512, 4  # rows a program, rows at once, columns, warps
+SWIGLU_BACKWARD = 128, 4, 512, 4  # rows per program, rows at once, columns, warps
 QK = 32, 4  # tokens, warps
-ATTENTION = 64, 32, 4, 3  # queries a program, keys at once, warps, steps under way
+ATTENTION = 64, 32, 4, 3  # queries per program, keys at once, warps, pipeline stages
 QUERIES_BACKWARD = 64, 32, 4, 3
-KEYS_BACKWARD = 64, 32, 4, 3  # as many a program as of the queries: they share partial sums
-NORM = 8, 256  # tokens a program at most, columns a warp
+KEYS_BACKWARD = 64, 32, 4, 3  # as many per program as queries: they share partial sums
+NORM = 8, 256  # most tokens per program, columns per warp
 NORM_BACKWARD = 40, 256
 COLUMN_SUM = 256, 32, 8  # rows at once, columns, warps
-MOST_TOKENS = 512  # with more, attention here was not compared with cuDNN's
+MOST_TOKENS = 512  # longer sequences were not compared with cuDNN
 
 
 def operator(function: Any) -> Any:
-    """Make the function an operator that compiled code launches kernel by kernel."""
+    """Register the function as a torch operator whose kernels compiled code launches."""
     name = f"lockstep_jit::{function.__name__}"
     return torch.library.triton_op(name, function, mutates_args=()) if HAS_TRITON else function
 
 
 def differentiate(forward: Any, backward: Any, save: Any) -> None:
-    """Give an operator its gradient."""
+    """Register the backward pass of an operator."""
     if HAS_TRITON:
         forward.register_autograd(backward, setup_context=save)
 
@@ -96,13 +96,13 @@ def column_sum(partial: Tensor) -> Tensor:
 
 
 # --- Weights in low precision -----------------------------------------------------------------
-# Left to autocast, compiled code copies each weight, bias and gradient by itself, and weights
-# again in the backward pass.
+# Under autocast, compiled code would cast each weight, bias and gradient separately, and the
+# weights again in the backward pass.
 
 
 @torch.library.custom_op("lockstep_jit::recast", mutates_args=())
 def recast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Copy tensors to another precision in one pass."""
+    """Cast tensors to another dtype in one pass."""
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     foreach("copy_")(copies, tensors)
     return copies
@@ -125,20 +125,23 @@ recast.register_autograd(_back_recast, setup_context=_save_recast)
 
 
 def layers_of(blocks: Sequence["Block"]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return weights and biases of each block's five layers, as autocast would have them.
+    """Return weights and biases of each block's five layers, in the dtype of autocast.
 
-    The biases without a gradient: all but the first layer's get theirs another way.
+    The biases carry no gradient: all but the first layer's get it from the next operator.
     """
-    weights, biases = list[Tensor](), list[Tensor]()
+    weights = list[Tensor]()
+    biases = list[Tensor]()
     for block in blocks:
-        feed, layer = block.mlp, block.attention
+        feed = block.mlp
+        layer = block.attention
         layers = block.modulation, layer.qkv, layer.out, feed.gate_and_value, feed.out
         weights += [*(layer.weight for layer in layers), block.modulation.bias]
         biases += [layer.bias.detach() for layer in layers[1:]]
     device = weights[0].device.type
     dtype = torch.get_autocast_dtype(device)
     if torch.is_autocast_enabled(device) and weights[0].dtype != dtype:
-        weights, biases = recast(weights, dtype), recast(biases, dtype)
+        weights = recast(weights, dtype)
+        biases = recast(biases, dtype)
     found = []
     for n in range(len(blocks)):
         *own, first = weights[6 * n : 6 * n + 6]
@@ -151,7 +154,7 @@ def layers_of(blocks: Sequence["Block"]) -> list[tuple[list[Tensor], list[Tensor
 
 @operator
 def swiglu(gv: Tensor, bias: Tensor) -> Tensor:
-    """Return silu(gate) * value (B, S, H) of gate|value (B, S, 2H), made with `bias`."""
+    """Return silu(gate) * value (B, S, H) for gate|value (B, S, 2H), made with `bias`."""
     B, S, H = gv.shape[0], gv.shape[1], gv.shape[2] // 2
     h = gv.new_empty(B, S, H)
     rows, cols, num_warps = SWIGLU
@@ -198,9 +201,9 @@ def attention(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     bias: Tensor, heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the mixture (B, S, W) of qkv (B, S, 3W), made with `bias`, and what a backward needs.
+    """Return attention (B, S, W) over qkv (B, S, 3W), made with `bias`, and tensors for backward.
 
-    That is queries and keys (B, S, W), and the logarithms (B, A, S) of the sums.
+    These are queries and keys (B, S, W), and the logarithms (B, A, S) of the softmax sums.
     """
     B, S, W = qkv.shape[0], int(qkv.shape[1]), qkv.shape[2] // 3
     out, q, k = (qkv.new_empty(B, S, W) for _ in range(3))
@@ -230,7 +233,7 @@ def attention_backward(
     d_out: Tensor, out: Tensor, q: Tensor, k: Tensor, lse: Tensor, qkv: Tensor,
     q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of qkv, of its bias (with 2W more), of both norm weights (2, D)."""
+    """Return the gradients of qkv, of its bias (with 2W more), and of both norm weights (2, D)."""
     B, S, W, A = out.shape[0], int(out.shape[1]), out.shape[2], lse.shape[1]
     dqkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
     tiles = B * cdiv(S, QUERIES_BACKWARD[0])
@@ -269,7 +272,7 @@ def _operations(qkv: tuple[int, int, int], *_: Any, **__: Any) -> int:
 
 def _operations_backward(d_out: tuple[int, int, int], *_: Any, **__: Any) -> int:
     B, S, W = d_out
-    return 10 * B * S * S * W  # as torch counts it: the scores are made anew once
+    return 10 * B * S * S * W  # as torch counts it: the scores are computed twice
 
 
 if HAS_TRITON:
@@ -280,8 +283,8 @@ if HAS_TRITON:
 # --- Gated add, norm, modulation --------------------------------------------------------------
 
 
-def cut(S: int, W: int, tile: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Cut S tokens into equal chunks: how many, how long; the block of a row; warps."""
+def chunks_of(S: int, W: int, tile: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Split S tokens into equal chunks: return their number, length, row block and warps."""
     longest, columns = tile
     chunks, block = cdiv(S, longest), power_of_2(W)
     return chunks, cdiv(S, chunks), block, min(16, max(1, block // columns))
@@ -291,9 +294,9 @@ def undo_norm(
     d_out: Tensor, d_new: Tensor, x_new: Tensor, rstd: Tensor, branch: Tensor, gate: Tensor,
     weight: Tensor, scale: Tensor, dx: Tensor, dbranch: Tensor, gated: bool, norm: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fill dx and dbranch; return the sums per image and, over images, of weight and bias."""
+    """Fill dx and dbranch; return the sums per image, and those of weight and bias over images."""
     B, S, W = d_new.shape
-    chunks, chunk, block, num_warps = cut(S, W, NORM_BACKWARD)
+    chunks, chunk, block, num_warps = chunks_of(S, W, NORM_BACKWARD)
     plane = B * chunks * W
     partial = d_new.new_empty(2 * (gated + norm), B, chunks, W, dtype=torch.float32)
     wrap_triton(norm_backward_kernel)[(B * chunks,)](
@@ -317,7 +320,7 @@ def norm(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tenso
     """Return the modulated norm of x (B, S, W), 1 / root mean square (B, S), a token for x."""
     B, S, W = x.shape
     out, rstd = torch.empty_like(x, dtype=shift.dtype), x.new_empty(B, S, dtype=torch.float32)
-    chunks, chunk, block, num_warps = cut(S, W, NORM)
+    chunks, chunk, block, num_warps = chunks_of(S, W, NORM)
     wrap_triton(norm_kernel)[(B * chunks,)](
         x, x, shift, weight, shift, scale, out, out, rstd, S, chunks, chunk,
         0, shift.stride(0), scale.stride(0),
@@ -359,13 +362,13 @@ def gated_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return x + gate * branch, its modulated norm, and 1 / root mean square.
 
-    `skip` takes the gradient of x, which is detached: x itself, or a token; `bias` is that of the
-    layer which made `branch`.
+    `skip` receives the gradient of x, which is detached: x itself, or a token. `bias` belongs to
+    the layer that computed `branch`.
     """
     B, S, W = x.shape
     x_new, out = torch.empty_like(x), torch.empty_like(x, dtype=shift.dtype)
     rstd = x.new_empty(B, S, dtype=torch.float32)
-    chunks, chunk, block, num_warps = cut(S, W, NORM)
+    chunks, chunk, block, num_warps = chunks_of(S, W, NORM)
     wrap_triton(norm_kernel)[(B * chunks,)](
         x, branch, gate, weight, shift, scale, x_new, out, rstd, S, chunks, chunk,
         gate.stride(0), shift.stride(0), scale.stride(0),
@@ -408,10 +411,10 @@ differentiate(gated_norm, _back_gated_norm, _save_gated_norm)
 
 @operator
 def gated_add(x: Tensor, branch: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
-    """Return x + gate * branch; `bias` is that of the layer which made `branch`."""
+    """Return x + gate * branch; `bias` belongs to the layer that computed `branch`."""
     B, S, W = x.shape
     x_new = torch.empty_like(x)
-    chunks, chunk, block, num_warps = cut(S, W, NORM)
+    chunks, chunk, block, num_warps = chunks_of(S, W, NORM)
     wrap_triton(norm_kernel)[(B * chunks,)](
         x, branch, gate, gate, gate, gate, x_new, x_new, x_new, S, chunks, chunk,
         gate.stride(0), 0, 0, W=W, BLOCK=block, GATED=True, NORM=False, num_warps=num_warps,
@@ -446,29 +449,31 @@ differentiate(gated_add, _back_gated_add, _save_gated_add)
 
 
 def fits(block: "Block") -> bool:
-    """Say whether the block may be computed so: on a GPU with triton, and without dropout."""
+    """Return whether the block can be fused: on a GPU with triton, and without dropout."""
     weight = block.attention.qkv.weight
     if not HAS_TRITON or weight.device.type != "cuda" or block.attention.dropout.p > 0:
         return False
-    is_recent = torch.cuda.get_device_capability(weight.device) >= (8, 0)  # knows bf16
+    is_recent = torch.cuda.get_device_capability(weight.device) >= (8, 0)  # bf16
     return is_recent and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def forward(block: "Block", x: Tensor, condition: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Compute `block(x, condition, cos, sin)`."""
-    return go_through([block], x, condition, cos, sin)
+    return run_blocks([block], x, condition, cos, sin)
 
 
-def go_through(
+def run_blocks(
     blocks: Sequence["Block"], x: Tensor, condition: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Compute what the blocks do, one after the other.
+    """Compute some blocks, one after the other.
 
-    What a block adds at its end is added where the next one begins, in one pass with its norm.
+    The last residual addition of a block is fused with the first norm of the next one.
     """
-    x, added = x.contiguous(), None
+    x = x.contiguous()
+    added = None
     for block, (weights, biases) in zip(blocks, layers_of(blocks), strict=True):
-        layer, feed = block.attention, block.mlp
+        layer = block.attention
+        feed = block.mlp
         modulation = F.linear(condition, weights[0], biases[0])
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.chunk(6, 1)
         first, second = block.attention_norm.weight, block.mlp_norm.weight
@@ -491,14 +496,15 @@ def go_through(
 
 
 def mix(layer: "Attention", qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Mix the values (B, S, W) of qkv (B, S, 3W), which was made with the layer's bias, detached.
+    """Return attention over qkv (B, S, 3W), which was computed with the layer's detached bias.
 
-    Few tokens in low precision are mixed here, others as the layer does.
+    Short sequences in low precision use the fused kernels, others the layer's own code.
     """
-    bias, D = layer.qkv.bias, qkv.shape[2] // 3 // layer.heads
+    bias = layer.qkv.bias
+    D = qkv.shape[2] // 3 // layer.heads
     is_low = qkv.dtype in (torch.bfloat16, torch.float16)
     if not is_low or qkv.shape[1] > MOST_TOKENS or D not in (16, 32, 64, 128):
-        nothing = (bias - bias.detach()).to(qkv.dtype)  # but the way to the bias's gradient
+        nothing = (bias - bias.detach()).to(qkv.dtype)  # zero, but it leads to the bias's gradient
         return layer.mix(qkv + nothing, cos, sin)
     q_weight, k_weight = layer.q_norm.weight, layer.k_norm.weight
     mixed: Tensor = attention(qkv, q_weight, k_weight, cos, sin, bias, layer.heads)[0]

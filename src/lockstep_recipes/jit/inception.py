@@ -1,7 +1,7 @@
 """Inception-v3 as the common FID tools use it: images to 2048 features.
 
-Owns: the network and the loading of its published weights from a local file.
-Does not own: the statistics of the features, nor any download. Parameter names are
+Owns: the network, and loading its published weights from a local file. Does not own:
+the statistics of the features, or downloading. Parameter names are
 those of the published state (`Mixed_5b.branch1x1.conv.weight`, ...).
 
 It differs from the classifier in three places that change the score: average pools
@@ -60,7 +60,7 @@ def column(channels_in: int, channels_out: int, length: int) -> Conv:
 
 
 def mean_pool(x: Tensor) -> Tensor:
-    """Average 3 x 3 pixels; beyond the border there is nothing, not zeros."""
+    """Average 3 x 3 pixels without counting the padding."""
     return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
 
 
@@ -178,7 +178,7 @@ class MixedE(nn.Module):
 
 
 class FidInception(nn.Module):
-    """The network up to its last pool. `fc` is there for the weights file, and unused."""
+    """The network up to its last pool. `fc` exists only to match the weights file."""
 
     num_features = NUM_FEATURES
 
@@ -230,7 +230,9 @@ def load_inception(path: Path | str) -> FidInception:
         raise DataError(f"the Inception weights {path} do not exist", remedy)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's doubts about a foreign file: we say it better
+            warnings.simplefilter(
+                "ignore"
+            )  # torch warns about foreign files; our own errors say more
             state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, UnpicklingError, EOFError, ValueError, KeyError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
@@ -240,7 +242,7 @@ def load_inception(path: Path | str) -> FidInception:
 
     model = FidInception()
     wanted = model.state_dict()
-    # Old files lack the counters, and torchvision's hold a training head of no use here.
+    # Old files lack the counters; torchvision's also hold the auxiliary training head.
     counters = {k: v for k, v in wanted.items() if k.endswith("num_batches_tracked")}
     state = counters | {k: v for k, v in state.items() if not k.startswith("AuxLogits.")}
     wrong = sorted(wanted.keys() ^ state.keys())

@@ -1,16 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton kernels for what lies between a JiT block's matrix products, forward and backward.
+"""Triton kernels for everything between a JiT block's matrix products, forward and backward.
 
-Owns: what a program reads, computes and writes. Does not own: what torch sees of it,
-shapes, sizes of programs, launches (`fused.py`).
+Owns: the code of one program. Does not own: torch operators, shapes, program sizes and
+launches (`fused.py`).
 
-All of it waits for memory, so what counts is how often an activation is read and written.
-In units U of one activation (B, S, W), at H = 8/3 W, a block's kernels move 55 U where
-the compiler's own move about 122. Arithmetic is in float32 whatever is read and written.
+These operations are limited by memory bandwidth, so the number of reads and writes of an
+activation counts. In units U of one activation (B, S, W), at H = 8/3 W, a block's kernels
+move 55 U; those that the compiler generates move about 122. Arithmetic is always float32.
 
-No sum is made with atomics: they add in the order in which programs happen to end, and
-the last bits would change from run to run. A program writes the sum of its own rows, and a
-second, small kernel adds these partial sums in a fixed order.
+No sum uses atomics: these add in the order in which programs finish, so the last bits would
+change from run to run. Each program writes the sum of its own rows, and a second, small
+kernel adds these partial sums in a fixed order.
 
 Shapes: B images, S tokens, T = B S, W width, A heads, D width of a head, H hidden width.
 """
@@ -25,7 +25,7 @@ try:
     import triton.language as tl
 
     HAS_TRITON = True
-except ImportError:  # installs for the CPU lack it; then nothing here is ever called
+except ImportError:  # CPU builds lack triton; then nothing here is called
     HAS_TRITON = False
     triton = SimpleNamespace(jit=lambda kernel: kernel)
     tl = SimpleNamespace(constexpr=float)
@@ -35,7 +35,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def wrap_triton(kernel: Any) -> Any:
-    """Let the compiler see the launch; an interpreted kernel (TRITON_INTERPRET=1) is called."""
+    """Make the launch visible to the compiler; call interpreted kernels (TRITON_INTERPRET=1)."""
     return torch.library.wrap_triton(kernel) if isinstance(kernel, triton.JITFunction) else kernel
 
 
@@ -105,7 +105,7 @@ def swiglu_backward_kernel(
 
 
 # --- Norm and rotation of queries and keys ----------------------------------------------------
-# A row of D channels is held as its two halves, which the rotation mixes.
+# A row of D channels is kept as two halves, because the rotation mixes them.
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def store_halves(to, at, lo, hi, inside, D: tl.constexpr):
 
 @triton.jit
 def turn(lo, hi, w_lo, w_hi, cos, sin, D: tl.constexpr):
-    """Normalise rows, weigh and turn them."""
+    """Normalise, weight and rotate rows."""
     rstd = tl.rsqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / D + EPS)[:, None]
     lo = lo * rstd * w_lo
     hi = hi * rstd * w_hi
@@ -133,7 +133,7 @@ def turn(lo, hi, w_lo, w_hi, cos, sin, D: tl.constexpr):
 
 @triton.jit
 def turn_back(lo, hi, d_lo, d_hi, w_lo, w_hi, cos, sin, D: tl.constexpr):
-    """Undo `turn`: gradients of the two halves, and of the weights before their sum."""
+    """Backward of `turn`: gradients of the two halves, and of the weights before their sum."""
     rstd = tl.rsqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / D + EPS)[:, None]
     lo = lo * rstd
     hi = hi * rstd
@@ -149,7 +149,7 @@ def qk_kernel(
     qkv, q_weight, k_weight, cos, sin, q, k, T, S,
     A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Queries and keys of one head and ROWS tokens; reads 2 U, writes 2."""
+    """Compute queries and keys of one head and ROWS tokens; reads 2 U, writes 2."""
     pid = tl.program_id(0)
     token = (pid // A) * ROWS + tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, D // 2)[None, :]
@@ -169,9 +169,9 @@ def qk_kernel(
 
 
 # --- Attention --------------------------------------------------------------------------------
-# A program has ROWS tokens of one head and goes through all of the head's, COLS at a time. So
-# backward the scores are made twice, for sums over keys and for sums over queries: one program
-# for both would need atomics, or more registers than there are. Scores are in base 2.
+# A program has ROWS tokens of one head and loops over all tokens of the head, COLS at a time.
+# So the backward pass computes the scores twice, for sums over keys and for sums over queries:
+# one program for both would need atomics, or too many registers. Scores are in base 2.
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def place_of(S: tl.constexpr, A: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def load_rows(of, first, stride, S: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Load ROWS tokens (ROWS, D) of the head whose first one `of` points at; then zeros."""
+    """Load ROWS tokens (ROWS, D) of a head, from the first one at `of`; zeros past the end."""
     row = first + tl.arange(0, ROWS)[:, None]
     return tl.load(of + row * stride + tl.arange(0, D)[None, :], mask=row < S, other=0.0)
 
@@ -194,7 +194,7 @@ def attention_kernel(
     q, k, qkv, out, lse,
     S: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """The mixture for ROWS queries, and logarithms (B, A, S) of its sums; reads 3 U, writes 1."""
+    """Attend with ROWS queries; also store the log-sums (B, A, S). Reads 3 U, writes 1."""
     image, head, first = place_of(S, A, ROWS)
     of = image * S * (A * D) + head * D
     v = qkv + image * S * (3 * A * D) + (2 * A + head) * D
@@ -223,9 +223,9 @@ def attention_kernel(
 
 @triton.jit
 def store_sum(to, x, N: tl.constexpr, ROWS: tl.constexpr):
-    """Store the sum (N,) of low-precision rows (ROWS, N); as a product it takes fewest steps."""
+    """Store the sum (N,) of low-precision rows (ROWS, N), computed as a matrix product."""
     found = tl.dot(tl.full([16, ROWS], 1.0, x.dtype), x)
-    row = tl.arange(0, 16)[:, None]  # all alike
+    row = tl.arange(0, 16)[:, None]  # all equal
     tl.store(to + 0 * row + tl.arange(0, N)[None, :], found, mask=row == 0)
 
 
@@ -234,9 +234,9 @@ def store_turned_back(
     d, qkv, cos, sin, weight, dqkv, bias_sum, weight_sum, first,
     S: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Undo rotation and norm for the gradient (ROWS, D) of queries or keys; store it, and sums.
+    """Backward of rotation and norm for the gradient (ROWS, D) of queries or keys; store sums too.
 
-    Rows after the last, whatever is in them, have cosines and sines of 0.
+    Rows past the end may hold anything: their cosines and sines are 0.
     """
     row = first + tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, D // 2)
@@ -259,10 +259,10 @@ def queries_backward_kernel(
     q, k, qkv, out, d_out, lse, delta, q_weight, cos, sin, dqkv, partial,
     S: tl.constexpr, A: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of ROWS queries; reads 6 U, writes 1. Leaves d_out * out, summed, for the keys.
+    """Gradient of ROWS queries; reads 6 U, writes 1. Stores the sums of d_out * out for the keys.
 
-    A row of `partial`, one for each tile, is 5 W wide: the bias of q, k and v, then the norm
-    weights of q and of k, still head by head.
+    `partial` has one row per tile, 5 W wide: the bias of q, k and v, then the norm weights of
+    q and of k for each head.
     """
     image, head, first = place_of(S, A, ROWS)
     of = image * S * (A * D) + head * D
@@ -309,17 +309,20 @@ def keys_backward_kernel(
     values = load_rows(qkv + packed + A * D, first, 3 * A * D, S, D, ROWS)
     tiles: tl.constexpr = (S + ROWS - 1) // ROWS
     partial += (image * tiles + first // ROWS) * (5 * A * D) + (A + head) * D
-    # A query's shares add up to 1: over all tokens, dv sums up to what the queries are given.
+    # A query's weights add up to 1, so the sum of dv equals the sum of d_out.
     store_sum(partial + A * D, load_rows(d_out + of, first, A * D, S, D, ROWS), D, ROWS)
     dk = tl.zeros([ROWS, D], tl.float32)
     dv = tl.zeros([ROWS, D], tl.float32)
-    col = tl.arange(0, COLS)  # of the queries, whose numbers are loaded a step ahead
+    col = tl.arange(0, COLS)  # of the queries; their sums are loaded one iteration ahead
     next_sums = tl.load(lse + col, mask=col < S, other=float("inf"))
     next_along = tl.load(delta + col, mask=col < S, other=0.0)
     for at in range(0, S, COLS):
-        sums, along = next_sums, next_along
+        sums = next_sums
+        along = next_along
         col = at + COLS + tl.arange(0, COLS)
-        next_sums = tl.load(lse + col, mask=col < S, other=float("inf"))  # no power is left of it
+        next_sums = tl.load(
+            lse + col, mask=col < S, other=float("inf")
+        )  # makes the power of 2 zero
         next_along = tl.load(delta + col, mask=col < S, other=0.0)
         queries = load_rows(q + of, at, A * D, S, D, COLS)
         grad = load_rows(d_out + of, at, A * D, S, D, COLS)
@@ -348,8 +351,8 @@ def norm_kernel(
 ):  # fmt: skip
     """x_new = x + gate * branch where GATED; out = modulated norm of x_new where NORM.
 
-    One chunk of one image, a token at a time, the next one being loaded meanwhile. Reads and
-    writes 1 U each for the norm alone, 2 and 2 for both, 2 and 1 for the add alone.
+    One chunk of one image, token by token; the next one is loaded meanwhile. Reads and writes
+    1 U each for the norm alone, 2 and 2 for both, 2 and 1 for the add alone.
     """
     pid = tl.program_id(0)
     image = (pid // chunks).to(tl.int64)
@@ -389,7 +392,7 @@ def norm_backward_kernel(
     S, chunks, chunk, gate_b, scale_b, plane,
     W: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Undo `norm_kernel` for one chunk; `d_new` reaches x_new by other ways (the stream).
+    """Backward of `norm_kernel` for one chunk; `d_new` is x_new's gradient from other paths.
 
     The planes of `partial`, each (B, chunks, W): where NORM the sums of d_out and of
     d_out * normalised x; then where GATED those of dx * branch and of dx. Reads 3 U and
@@ -468,7 +471,7 @@ def norm_finish_kernel(
     partial, gate, weight, scale, per_image, per_weight, B, plane, chunks, tiles, gate_b, scale_b,
     W: tl.constexpr, COLS: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Add an image's partial sums, a twentieth of a U: its own gradients, its share of others.
+    """Add an image's partial sums, a twentieth of a U: its own gradients, and its share of others'.
 
     per_image (planes, B, W): shift and scale where NORM, gate where GATED.
     per_weight (planes, B, W): norm weight where NORM, bias before the gate where GATED.

@@ -1,8 +1,8 @@
 """The JiT network: from a noisy image, a time and a class to a prediction of the same shape.
 
-Owns: the variants, the layers, their first weights. Does not own: what the
-prediction means (clean image, noise or velocity), the loss, the sampler; the fast way to
-compute a block on a GPU (`fused.py`).
+Owns: the variants, the layers, their initialisation. Does not own: the meaning of the
+prediction (clean image, noise or velocity), the loss, the sampler, or the fused computation
+of a block on a GPU (`fused.py`).
 
 Shapes:
     B  images                     P  patch side in pixels
@@ -29,7 +29,7 @@ LONGEST_PERIOD = 10_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """The sizes that tell one JiT from another."""
+    """The sizes of a JiT."""
 
     patch: int
     depth: int
@@ -41,7 +41,7 @@ class Variant:
     """Index of the first block that sees the class tokens."""
     native_size: int
     dropout: float = 0.0
-    """Applied in the middle half of the blocks only."""
+    """Applied only in the middle half of the blocks."""
 
 
 def _base(patch: int, native_size: int) -> Variant:
@@ -112,7 +112,7 @@ def find_variant(name: str) -> Variant:
     """Return the variant called `name`.
 
     Raises:
-        ConfigError: if there is none; it names the nearest one.
+        ConfigError: if there is none; the remedy names the nearest one.
     """
     if name not in VARIANTS:
         near = closest(name, VARIANTS)
@@ -123,7 +123,7 @@ def find_variant(name: str) -> Variant:
 
 
 def check_image_size(name: str, image_size: int) -> None:
-    """Refuse an image that the variant's patches do not tile."""
+    """Refuse an image size that is not a multiple of the variant's patch."""
     patch = find_variant(name).patch
     if image_size < patch or image_size % patch:
         below = image_size - image_size % patch
@@ -139,11 +139,11 @@ def build_jit(
 ) -> "JiT":
     """Build the variant `name` for square images of `image_size` pixels.
 
-    `num_classes` 0 makes it unconditional: the one class left is the null class.
+    With `num_classes` 0 it is unconditional: only the null class is left.
     `dropout` overrides the variant's.
 
     Raises:
-        ConfigError: if there is no such variant or its patches do not tile the image.
+        ConfigError: for an unknown variant, or an image that is not a multiple of its patch.
     """
     check_image_size(name, image_size)
     variant = find_variant(name)
@@ -151,7 +151,7 @@ def build_jit(
 
 
 def position_table(grid: int, width: int) -> Tensor:
-    """Return fixed positions (N, W): half the width waves along rows, half along columns."""
+    """Return position embeddings (N, W): sinusoids of the row, then of the column."""
     num_waves = width // 4
     rate = LONGEST_PERIOD ** (-torch.arange(num_waves) / num_waves)
     angle = torch.arange(grid)[:, None] * rate  # (G, W/4)
@@ -162,11 +162,11 @@ def position_table(grid: int, width: int) -> Tensor:
 
 
 def rotation_table(grid: int, head_width: int, num_unrotated: int) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines (K + N, 1, D/2) that turn queries and keys.
+    """Return the cosines and sines (K + N, 1, D/2) that rotate queries and keys.
 
-    A quarter of a head's channels turns with the row and another with the column,
-    each paired with the channel half a head further on. The first `num_unrotated`
-    tokens (the class tokens) have no place and are not turned.
+    A quarter of a head's channels rotates with the row and another with the column,
+    each paired with the channel half a head later. The first `num_unrotated` tokens
+    (the class tokens) have no position and are not rotated.
     """
     num_waves = head_width // 4
     rate = LONGEST_PERIOD ** (-torch.arange(num_waves) / num_waves)
@@ -179,7 +179,7 @@ def rotation_table(grid: int, head_width: int, num_unrotated: int) -> tuple[Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the channel pairs of `x` (B, S, A, D) by the angles of their tokens."""
+    """Rotate the channel pairs of `x` (B, S, A, D) by the angles of their tokens."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
@@ -190,7 +190,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm that computes and returns float32, also under autocast."""
+    """Root-mean-square norm that computes and returns float32, even under autocast."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=EPS)
@@ -213,12 +213,12 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Mix the tokens (B, S, W)."""
+        """Attend over the tokens (B, S, W)."""
         out: Tensor = self.dropout(self.out(self.mix(self.qkv(x), cos, sin)))
         return out
 
     def mix(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Mix the values (B, S, W) of queries, keys and values (B, S, 3W)."""
+        """Return attention (B, S, W) over queries, keys and values (B, S, 3W)."""
         q, k, v = qkv.view(*qkv.shape[:2], 3, self.heads, -1).unbind(2)  # (B, S, A, D) each
         q = rotate(self.q_norm(q), cos, sin).to(v.dtype)
         k = rotate(self.k_norm(k), cos, sin).to(v.dtype)
@@ -229,7 +229,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward layer, two thirds of four times as wide as its input inside."""
+    """Gated feed-forward layer; its hidden width is two thirds of four times the input's."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class SwiGLU(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each token (B, S, W) by itself."""
+        """Transform each token (B, S, W) separately."""
         gate, value = self.gate_and_value(x).chunk(2, dim=-1)
         out: Tensor = self.out(self.dropout(F.silu(gate) * value))
         return out
@@ -248,8 +248,8 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Attention, then feed-forward; time and class shift, scale and gate both (adaLN-Zero).
 
-    What `forward` says below is what a block is. `fused`, where set (`JiTTask.compile`),
-    computes the same, to rounding, with fewer passes over memory.
+    `forward` defines the block. `fused`, if `JiTTask.compile` has set it, computes the same
+    up to rounding, with fewer passes over memory.
     """
 
     fused: Callable[["Block", Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
@@ -263,7 +263,7 @@ class Block(nn.Module):
         self.modulation = nn.Linear(width, 6 * width)
 
     def forward(self, x: Tensor, condition: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Update the tokens (B, S, W) under the condition (B, W), already through its SiLU."""
+        """Update the tokens (B, S, W) under the condition (B, W), to which SiLU was applied."""
         if self.fused is not None:
             return self.fused(self, x, condition, cos, sin)
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(condition).chunk(6, 1)
@@ -275,7 +275,7 @@ class Block(nn.Module):
 
 
 class TimeEmbedding(nn.Module):
-    """Sinusoids of t, which runs from 0 to 1, and a small network on them."""
+    """Embed t, from 0 to 1, by sinusoids and a small network."""
 
     rate: Tensor
 
@@ -296,7 +296,7 @@ class TimeEmbedding(nn.Module):
         return embedding
 
 
-def go_through(
+def run_blocks(
     blocks: list[nn.Module], x: Tensor, condition: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """Update the tokens by some blocks."""
@@ -306,21 +306,23 @@ def go_through(
 
 
 class JiT(nn.Module):
-    """The network. The class number `null_class` stands for "no class"."""
+    """The network. The class number `null_class` means "no class"."""
 
-    through = staticmethod(go_through)
+    run_blocks = staticmethod(run_blocks)
     positions: Tensor
     cos: Tensor
     sin: Tensor
 
     def __init__(self, variant: Variant, image_size: int, num_classes: int, dropout: float) -> None:
         super().__init__()
-        width, depth = variant.width, variant.depth
+        width = variant.width
+        depth = variant.depth
         self.variant = variant
         self.image_size = image_size
         self.num_classes = num_classes
         self.null_class = num_classes
-        grid, patch_values = image_size // variant.patch, 3 * variant.patch**2
+        grid = image_size // variant.patch
+        patch_values = 3 * variant.patch**2
 
         self.patch_in = nn.Linear(patch_values, variant.bottleneck, bias=False)
         self.patch_out = nn.Linear(variant.bottleneck, width)
@@ -343,7 +345,7 @@ class JiT(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Set the first weights: every block starts as the identity and the output is zero."""
+        """Initialise: every block starts as the identity, and the output is zero."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -361,20 +363,21 @@ class JiT(nn.Module):
     def forward(self, image: Tensor, t: Tensor, label: Tensor) -> Tensor:
         """Predict (B, 3, H, H) from noisy images (B, 3, H, H), times (B,) and classes (B,)."""
         x, condition, class_embedding = self.embed(image, t, label)
-        blocks, enter = list(self.blocks), self.variant.class_tokens_enter
+        blocks = list(self.blocks)
+        enter = self.variant.class_tokens_enter
         num_class_tokens = self.variant.class_tokens
         cos, sin = self.cos[num_class_tokens:], self.sin[num_class_tokens:]
-        x = self.through(blocks[:enter], x, condition, cos, sin)
+        x = self.run_blocks(blocks[:enter], x, condition, cos, sin)
         class_tokens = class_embedding[:, None] + self.class_positions  # (B, K, W)
         x = torch.cat([class_tokens.to(x.dtype), x], dim=1)
-        for first in range(enter, len(blocks), enter):  # as many at a time: compiled once
-            x = self.through(blocks[first : first + enter], x, condition, self.cos, self.sin)
+        for first in range(enter, len(blocks), enter):  # in groups of one size: compiled once
+            x = self.run_blocks(blocks[first : first + enter], x, condition, self.cos, self.sin)
         return self.read_out(x, condition)
 
     def embed(self, image: Tensor, t: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the patches as tokens (B, N, W), the condition (B, W) and the class's part.
+        """Return the patches as tokens (B, N, W), the condition (B, W) and the class embedding.
 
-        The tokens have the type of their layer's output: under autocast the whole residual
+        The tokens keep the dtype of their layer's output: under autocast the whole residual
         stream is in low precision, as in the published network.
         """
         class_embedding = self.classes(label)
@@ -389,7 +392,7 @@ class JiT(nn.Module):
         return self.to_image(self.head(modulate(self.final_norm(x), shift, scale)))
 
     def to_patches(self, image: Tensor) -> Tensor:
-        """Cut images (B, 3, H, H) into rows of patches (B, N, 3 P P)."""
+        """Split images (B, 3, H, H) into rows of patches (B, N, 3 P P)."""
         side, patch = self.image_size // self.variant.patch, self.variant.patch
         cut = image.reshape(-1, 3, side, patch, side, patch)
         return cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, side * side, 3 * patch * patch)

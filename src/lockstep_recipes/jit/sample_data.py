@@ -1,7 +1,7 @@
-"""Small data sets made on the spot, with something in them to learn.
+"""Small generated data sets that a network can learn from.
 
-Owns: drawing shapes and writing sentences, the same for the same seed. Does not
-own: reading them back.
+Owns: drawing shapes and writing sentences, reproducibly from a seed. Does not own:
+reading them back.
 """
 
 import json
@@ -18,7 +18,7 @@ from lockstep_recipes.made_folder import make_folder
 
 Plane = NDArray[np.float64]
 
-# Each drawing says where its shape is, from coordinates in units of the shape's radius.
+# Each function tests whether a point is inside, in units of the shape's radius.
 SHAPES: dict[str, Callable[[Plane, Plane], NDArray[np.bool_]]] = {
     "disc": lambda x, y: x**2 + y**2 < 1,
     "square": lambda x, y: np.maximum(abs(x), abs(y)) < 0.85,
@@ -38,8 +38,8 @@ def make_images(
 ) -> Path:
     """Write `num` PNG images of coloured shapes, one folder per class, and return the folder.
 
-    A folder that holds exactly this set is left alone. For a validation set call it
-    again with another seed.
+    A folder that already holds exactly this set is kept. For a validation set, call it again
+    with another seed.
 
     Raises:
         ConfigError: if there are fewer shapes than `classes`, or fewer images.
@@ -75,7 +75,7 @@ def _draw_all(folder: Path, num: int, size: int, classes: int, seed: int) -> Non
 
 
 def draw(name: str, size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Draw one shape (size, size, 3) at some place, in some colour, on a sloping background."""
+    """Draw one shape (size, size, 3) at a random place, in a random colour, on a gradient."""
     y, x = np.mgrid[0:size, 0:size] / (size - 1) * 2 - 1
     centre_x, centre_y = rng.uniform(-0.3, 0.3, 2)
     radius = rng.uniform(0.4, 0.65)

@@ -1,7 +1,7 @@
-"""JiT as a task: noise an image, predict what it was, weigh the error by the time.
+"""JiT as a task: add noise to an image, predict the clean one, weight the error by time.
 
-Owns: the flow between noise and image, the nine losses, what is held out, what an
-evaluation draws and measures. Does not own: the network, decoding files, the loop.
+Owns: the flow between noise and image, the nine losses, the held-out split, the samples and
+metrics of an evaluation. Does not own: the network, decoding files, the loop.
 
 With t from 0 (noise) to 1 (image), noise e and its scale s:
     x_t = t x + (1 - t) s e        v = dx_t/dt = x - s e
@@ -46,11 +46,11 @@ from lockstep_recipes.jit.model import Block, JiT, build_jit, check_image_size
 Quantity = Literal["x", "eps", "v"]
 
 TIME_BINS = {"loss_t_low": (0.0, 0.25), "loss_t_mid": (0.25, 0.5), "loss_t_high": (0.5, 1.0)}
-"""Parts of the loss by time, from the noisiest images to the cleanest."""
+"""Number of parts that the loss is reported in, from the noisiest images to the cleanest."""
 
 
 class JiTConfig(BaseModel):
-    """Everything that makes one JiT run differ from another, the loop aside."""
+    """All settings of the task."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -60,7 +60,7 @@ class JiTConfig(BaseModel):
     val: Path | None = None
     data_format: DataFormat = "auto"
     val_fraction: float = Field(default=0.02, ge=0, le=0.5)
-    """Held out of `data` when there is no `val`."""
+    """Share of `data` to hold out if there is no `val`."""
     flip: bool = True
 
     pred: Quantity = "x"
@@ -70,7 +70,7 @@ class JiTConfig(BaseModel):
     noise_scale: float | Literal["auto"] = "auto"
     """1 up to 256 pixels, 2 from 512."""
     t_eps: float = Field(default=0.05, gt=0, lt=1)
-    """No division by less than this."""
+    """Smallest divisor."""
     label_drop: float = Field(default=0.1, ge=0, le=1)
 
     weight_decay: float = Field(default=0.0, ge=0)
@@ -81,11 +81,11 @@ class JiTConfig(BaseModel):
     sample_steps: int = Field(default=50, ge=1)
     sample_batch_size: int = Field(default=64, ge=1)
     grid: int = Field(default=16, ge=0)
-    """Samples in the picture of an evaluation; 0 draws none."""
+    """Samples to draw at an evaluation; 0: none."""
     num_fid_samples: int = Field(default=256, ge=0)
-    """Samples compared with real images; 0 compares none."""
+    """Samples to compare with real images; 0: none."""
     inception_weights: Path | None = None
-    """With this file the distance is FID; without, it is that of random features."""
+    """With this file the distance is FID; without it, random features are compared."""
     seed: int = 0
 
     @model_validator(mode="after")
@@ -121,13 +121,14 @@ def velocity_of(
 def error_factor(
     t: Tensor, pred: Quantity, loss: Quantity, noise_scale: float, t_eps: float
 ) -> Tensor:
-    """Return what an error in the predicted quantity is multiplied by in the loss's quantity.
+    """Return the factor from an error of the predicted quantity to one of the loss's quantity.
 
-    For a given x_t each of x, eps and v is a linear function of each other one, so the
-    truth and the prediction, converted alike, differ by this factor times their
-    difference. Every division is by at least `t_eps`.
+    For a given x_t, each of x, eps and v is a linear function of each other one. So the
+    conversion of truth and prediction multiplies their difference by this factor. Every
+    division is by at least `t_eps`.
     """
-    noise_share, image_share = (1 - t).clamp(min=t_eps), t.clamp(min=t_eps)
+    noise_share = (1 - t).clamp(min=t_eps)
+    image_share = t.clamp(min=t_eps)
     factors: dict[tuple[Quantity, Quantity], Tensor] = {
         ("x", "eps"): t / (noise_scale * noise_share),
         ("x", "v"): 1 / noise_share,
@@ -140,9 +141,9 @@ def error_factor(
 
 
 def compiler_options() -> dict[str, Any]:
-    """Return what to turn off: torch 2.11 reduces some batch sizes (64) with a kernel that fails.
+    """Return options that avoid a fault of torch 2.11, which fails on some batch sizes (64).
 
-    "shape '[1024, 768]' is invalid for input of size 0".
+    Its reduction raises "shape '[1024, 768]' is invalid for input of size 0".
     """
     return known_options({"triton.mix_order_reduction": False})
 
@@ -151,7 +152,7 @@ class JiTTask(Task):
     """Train a JiT on a folder of images, or of texts painted as pixels.
 
     Raises:
-        DataError: if the Inception weights, where given, cannot be used.
+        DataError: if Inception weights are given and cannot be used.
     """
 
     name = "jit"
@@ -186,7 +187,7 @@ class JiTTask(Task):
 
     @cached_property
     def listings(self) -> tuple[Listing, Listing]:
-        """What is trained on and what is held out; the second may be empty.
+        """The training files and the held-out files; the latter may be empty.
 
         Raises:
             DataError: if a folder cannot be used.
@@ -199,27 +200,27 @@ class JiTTask(Task):
 
     @property
     def num_classes(self) -> int:
-        """How many classes the data have; 0 means unconditional."""
+        """Number of classes in the data; 0 means unconditional."""
         return len(self.listings[0].classes)
 
     @property
     def is_text(self) -> bool:
-        """Say whether the pixels are tokens."""
+        """Whether the images are texts painted as pixels."""
         return self.listings[0].kind == "text"
 
     def train_data(self) -> ImageFolder | TextFolder:
-        """Return the training samples, every second image mirrored."""
+        """Return the training samples; half of the images are mirrored."""
         return open_listing(self.listings[0], self.config.image_size, flip=self.config.flip)
 
     def eval_data(self) -> ImageFolder | TextFolder | None:
-        """Return the held-out samples as they are."""
+        """Return the held-out samples, never mirrored."""
         held_out = self.listings[1]
         return open_listing(held_out, self.config.image_size, flip=False) if held_out else None
 
     # --- model --------------------------------------------------------------------------------
 
     def build_model(self) -> JiT:
-        """Return the network; its weights depend on the seed alone."""
+        """Return the network; its weights depend only on the seed."""
         with untouched():
             seed_all(self.config.seed, "weights")
             return build_jit(self.config.variant, self.config.image_size, self.num_classes)
@@ -240,11 +241,11 @@ class JiTTask(Task):
         )
 
     def compile(self, model: nn.Module) -> None:
-        """Compile one block, which the others reuse, and both ends; own kernels where they fit.
+        """Compile one block, which the others reuse, and both ends; use fused kernels if possible.
 
-        Where graphs are replayed, some blocks at a time: each replay has its price.
+        If CUDA graphs are replayed, each replay has a cost, so some blocks share one.
         """
-        from lockstep_recipes.jit import fused  # triton, where there is one: not at start
+        from lockstep_recipes.jit import fused  # imports triton, if there is one
 
         assert isinstance(model, JiT)
         options = compiler_options()
@@ -255,8 +256,8 @@ class JiTTask(Task):
                 block.compile(options=options)
         if replays_graphs():
             all_fit = all(block.fused for block in model.blocks)
-            through: Any = fused.go_through if all_fit else model.through
-            model.through = torch.compile(through, options=options)
+            run_blocks: Any = fused.run_blocks if all_fit else model.run_blocks
+            model.run_blocks = torch.compile(run_blocks, options=options)
         model.embed = torch.compile(model.embed, options=options)  # type: ignore[method-assign]
         model.read_out = torch.compile(  # type: ignore[method-assign]
             model.read_out, options=options
@@ -265,7 +266,7 @@ class JiTTask(Task):
     # --- loss ---------------------------------------------------------------------------------
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], context: Context) -> PartialLoss:
-        """Noise the images, let the model predict, and sum the error; the unit is an image.
+        """Add noise to the images, predict, and sum the error; the unit is an image.
 
         For texts the unit is a valid pixel.
         """
@@ -280,14 +281,15 @@ class JiTTask(Task):
     def evaluate(
         self, model: nn.Module, batch: Mapping[str, Tensor], context: Context
     ) -> PartialLoss:
-        """Return the loss of held-out images, every label kept and dropout off."""
+        """Return the loss of held-out images, with all labels and without dropout."""
         with evaluating(model):
             return self._noised_loss(model, batch, batch["label"], context)
 
     def _noised_loss(
         self, model: nn.Module, batch: Mapping[str, Tensor], label: Tensor, context: Context
     ) -> PartialLoss:
-        config, scale = self.config, self._noise_scale
+        config = self.config
+        scale = self._noise_scale
         x = evaluate.from_bytes(batch["image"])
         z = torch.randn(len(x), generator=context.generator("t"), device=x.device)
         t = torch.sigmoid(config.p_mean + config.p_std * z)
@@ -301,9 +303,11 @@ class JiTTask(Task):
 
         if "mask" in batch:
             mask = batch["mask"]
-            per_image, weight = (squared * mask).sum(dim=(1, 2)), mask.sum(dim=(1, 2)).float()
+            per_image = (squared * mask).sum(dim=(1, 2))
+            weight = mask.sum(dim=(1, 2)).float()
         else:
-            per_image, weight = squared.mean(dim=(1, 2)), torch.ones_like(t)
+            per_image = squared.mean(dim=(1, 2))
+            weight = torch.ones_like(t)
         per_image = per_image * error_factor(t, config.pred, config.loss, scale, config.t_eps) ** 2
         parts = _by_time(t, per_image.detach(), weight)
         return PartialLoss(per_image.sum(), weight.sum(), parts)
@@ -313,11 +317,11 @@ class JiTTask(Task):
     def finish_evaluation(
         self, model: nn.Module, context: Context, folder: str
     ) -> Mapping[str, float | Path]:
-        """Draw samples into `folder/samples`, and measure how far they are from real images.
+        """Draw samples into `folder/samples` and measure their distance from real images.
 
         Collective. Each rank draws its share; a sample depends on its index, its class, the
-        seed and the weights, not on the number of ranks. The picture has as many of each
-        class; what is measured has the classes of the images it is compared with.
+        seed and the weights, not on the number of ranks. The picture shows equally many of
+        each class; the measured samples have the classes of the images they are compared to.
         """
         config, world = self.config, context.world
         made: dict[str, float | Path] = {}
@@ -356,7 +360,7 @@ class JiTTask(Task):
         )
 
         def velocity(x: Tensor, t: float, labels: Tensor) -> Tensor:
-            context.raise_if_stopping()  # every rank makes as many steps: see `sample_share`
+            context.raise_if_stopping()  # on every rank equally often: see `sample_share`
             times = torch.full((len(x),), t, device=x.device)
             prediction = model(x, times, labels).float()
             t_wide = times[:, None, None, None]
@@ -374,7 +378,7 @@ class JiTTask(Task):
         return evaluate.sample_share(draw, num, config.sample_batch_size, world)
 
     def _draw(self, images: Tensor, folder: str, name: str) -> None:
-        """Write the picture, and for texts what it says; a full disk must not end the run."""
+        """Write the picture, and the texts it shows; a full disk must not end the run."""
         pixels = images.cpu().numpy()
         try:
             picture = evaluate.tile(evaluate.enlarge(pixels), self.num_classes)
@@ -387,9 +391,9 @@ class JiTTask(Task):
 
     @cached_property
     def _compared(self) -> Listing:
-        """The real images that samples are compared with.
+        """The real images to compare samples with.
 
-        They are spread over the held-out ones if there are enough, else over the training set.
+        They are taken evenly from the held-out images, or from the training set if these are few.
         """
         trained, held_out = self.listings
         listing = trained if len(held_out) < self.config.num_fid_samples else held_out
@@ -397,9 +401,10 @@ class JiTTask(Task):
         return listing.select([index * len(listing) // num for index in range(num)])
 
     def _reference(self, context: Context) -> Moments:
-        """Return the moments of those images, read once and shared out over ranks. Collective."""
+        """Return the moments of the real images; each rank reads its share, once. Collective."""
         if self._reference_moments is None:
-            world, num = context.world, len(self._compared)
+            world = context.world
+            num = len(self._compared)
             mine = self._compared.select(list(evaluate.share(num, world)))
             data = open_listing(mine, self.config.image_size, flip=False)
             longest = math.ceil(num / world.size)
@@ -425,10 +430,10 @@ def _no_images(size: int, device: torch.device) -> Tensor:
 def _in_batches(
     data: ImageFolder | TextFolder, batch_size: int, longest: int, context: Context
 ) -> Iterator[Tensor]:
-    """Yield the images that can be read: one rank's bad file must not leave the others waiting.
+    """Yield the readable images: a bad file on one rank must not leave the others waiting.
 
-    A stop is honoured before each batch. The ranks agree on it, so each of them asks as often as
-    the one with the `longest` share.
+    The ranks agree to stop before each batch, so each rank asks as often as the one with the
+    `longest` share.
     """
     for start in range(0, longest, batch_size):
         context.raise_if_stopping()
@@ -437,6 +442,6 @@ def _in_batches(
             try:
                 images.append(data[index]["image"])
             except DataError as error:
-                warnings.warn(f"left out of the reference: {error.problem}", stacklevel=2)
+                warnings.warn(f"skipped in the reference: {error.problem}", stacklevel=2)
         if images:
             yield torch.stack(images)

@@ -1,19 +1,19 @@
 """Text painted as pixels: one token is one RGB pixel.
 
-Owns: the byte-level tokens, and their writing in base 256 (low byte red, then
-green, blue), row by row, padded with black. Does not own: files or folders.
+Owns: the byte-level tokens, and their encoding in base 256 (red is the low byte, then
+green and blue), row by row, padded with black. Does not own: files or folders.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 PAD = 0
-"""Black. Fills the image behind a text; the mask says so, too."""
+"""Black: padding after the text, which the mask marks too."""
 END = 1
 SEPARATOR = 2
-"""Stands between a prompt and its answer."""
+"""Separates a prompt from its answer."""
 FIRST_BYTE = 3
-"""The token of byte 0; the 256 bytes follow one another from here."""
+"""The token of byte 0; the other bytes follow in order."""
 
 
 def encode(text: bytes, answer: bytes | None = None) -> list[int]:
@@ -31,7 +31,7 @@ def encode(text: bytes, answer: bytes | None = None) -> list[int]:
 
 
 def decode(tokens: list[int]) -> str:
-    """Return the text before the first `END`; a token that is no byte becomes a question mark.
+    """Return the text before the first `END`; a token that is not a byte becomes a question mark.
 
     >>> decode(encode("grün".encode()))
     'grün'
@@ -50,9 +50,9 @@ def decode(tokens: list[int]) -> str:
 
 
 def paint(tokens: list[int], size: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Paint tokens into an image (3, size, size) and say which of its pixels (size, size) count.
+    """Paint tokens into an image (3, size, size); also return the mask (size, size) of its tokens.
 
-    Tokens beyond `size` x `size` are cut off.
+    Tokens beyond `size` x `size` are dropped.
     """
     ids = np.full(size * size, PAD, dtype=np.uint32)
     num_valid = min(len(tokens), size * size)

@@ -1,10 +1,10 @@
 """Chains as samples: the cache folder, structures read directly, splits, batches.
 
-Owns: the format of a cache entry, which chains are trained on and which are held
-out, padding. Does not own: parsing a structure, the order of samples.
+Owns: the format of a cache entry, the split into training and held-out chains,
+padding. Does not own: parsing a structure, the order of samples.
 
     data/cache/
-      train.txt, val.txt, test.txt    one id a line; blank lines and # comments are passed over
+      train.txt, val.txt, test.txt    one id per line; blank lines and # comments are ignored
       <id>.pt                         one chain as safetensors: tensors and plain text, no code
 """
 
@@ -59,10 +59,10 @@ def save_chain(folder: Path, chain: Chain) -> Path:
 
 
 def read_header(path: Path) -> tuple[int, dict[str, str]]:
-    """Return the length of an entry's chain and what is written beside it; reads no tensor.
+    """Return the length of an entry's chain and its metadata, without reading a tensor.
 
     Raises:
-        DataError: if the file is missing or no entry; it names the file.
+        DataError: if the file is missing or not an entry; the message names it.
     """
     try:
         with path.open("rb") as file:
@@ -81,7 +81,7 @@ def load_chain(path: Path) -> Chain:
     """Read one entry of the cache; nothing in it is ever executed.
 
     Raises:
-        DataError: if the file is no entry, or holds no chain; it names the file.
+        DataError: if the file is not an entry, or holds no chain; the message names it.
     """
     length, text = read_header(path)
     try:
@@ -114,7 +114,7 @@ def load_chain(path: Path) -> Chain:
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Chains by index: entries of a cache, or structures that were read whole."""
+    """A data set of chains: entries of a cache, or structures already in memory."""
 
     sources: Sequence[Chain | Path]
     lengths: NDArray[np.int64]
@@ -143,7 +143,7 @@ class Chains:
         return str(source) if isinstance(source, Path) else f"chain {source.id}"
 
     def fingerprint(self) -> list[str]:
-        """Return what changes with each chain: its file, or its residues and their places."""
+        """Return a text per chain that changes with its file, or its residues and coordinates."""
         return file_prints(
             [
                 (source.name, [source])
@@ -154,20 +154,20 @@ class Chains:
         )
 
     def by_length(self) -> "Chains":
-        """Return the same chains from the shortest to the longest."""
+        """Return the same chains, shortest first."""
         order = np.argsort(self.lengths, kind="stable")
         return Chains([self.sources[i] for i in order], self.lengths[order])
 
 
 def chains_of(sources: Sequence[Chain | Path]) -> Chains:
-    """Look up how long each chain is."""
+    """Build the data set, reading the length of each chain."""
     lengths = [read_header(s)[0] if isinstance(s, Path) else len(s) for s in sources]
     return Chains(list(sources), np.array(lengths, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What is trained on, what is held out, and why the rest was left out."""
+    """The training chains, the held-out chains, and why others were skipped."""
 
     train: Chains
     held_out: Chains
@@ -186,10 +186,10 @@ def open_split(
     skip_bad: bool,
     seed: int,
 ) -> Split:
-    """Find the chains: in `cache_dir` where it holds entries, else in `pdb_path`.
+    """Find the chains: in `cache_dir` if it holds entries, else in `pdb_path`.
 
-    Without predefined lists a share of `val_split` is held out, chosen by name, and
-    what test.txt lists is left alone.
+    Without predefined lists, a share of `val_split` is held out, chosen by name; the
+    chains of test.txt are not used.
 
     Raises:
         DataError: naming the file, and the line where there is one.
@@ -211,12 +211,13 @@ def open_split(
         names.sort(key=lambda name: derive_seed(seed, "split", name))
         num_held_out = min(max(1, round(val_split * len(names))), len(names) - 1)
         num_held_out = num_held_out if val_split else 0
-        held_out, train = names[:num_held_out], sorted(names[num_held_out:])
+        held_out = names[:num_held_out]
+        train = sorted(names[num_held_out:])
 
     def open_all(names: list[str]) -> Chains:
         good: list[Chain | Path] = []
         for name in names:
-            with _leaving_out(skipped if skip_bad else None):
+            with _noting_errors(skipped if skip_bad else None):
                 chains_of([sources[name]])
                 good.append(sources[name])
         return chains_of(good)
@@ -225,8 +226,8 @@ def open_split(
 
 
 @contextmanager
-def _leaving_out(skipped: list[str] | None) -> Iterator[None]:
-    """Note the error of a bad chain in a list, where there is one, and go on."""
+def _noting_errors(skipped: list[str] | None) -> Iterator[None]:
+    """Append the error of a bad chain to `skipped` and continue; raise it if that is None."""
     try:
         yield
     except DataError as error:
@@ -236,7 +237,7 @@ def _leaving_out(skipped: list[str] | None) -> Iterator[None]:
 
 
 def _sources(folder: Path, wanted: Filter, skipped: list[str] | None) -> dict[str, Chain | Path]:
-    """Return every chain of a cache folder, a folder of structures, or one structure, by name."""
+    """Return the chains of a cache folder, a folder of structures, or one structure, by name."""
     if not folder.exists():
         raise DataError(
             f"the data folder {folder} does not exist",
@@ -254,7 +255,7 @@ def _sources(folder: Path, wanted: Filter, skipped: list[str] | None) -> dict[st
         files = [folder]
     found: dict[str, Chain | Path] = {}
     for path in files:
-        with _leaving_out(skipped):
+        with _noting_errors(skipped):
             for chain in read_chains(path, wanted):
                 if chain.id in found:
                     raise DataError(f"{path} is a second {chain.id}", "keep one of them")
@@ -272,8 +273,8 @@ def read_list(
     """Return the ids that a list file names.
 
     Raises:
-        DataError: if the file is missing or empty, or names a chain twice or one that is not
-            `known`; it names the file and the line.
+        DataError: if the file is missing or empty, or names a chain twice or an unknown
+            one; the message names the file and the line.
     """
     try:
         lines = path.read_text().splitlines()
@@ -288,7 +289,7 @@ def read_list(
         name = line.split("#")[0].strip()
         if not name:
             continue
-        with _leaving_out(skipped):
+        with _noting_errors(skipped):
             if name in names:
                 raise DataError(
                     f"{path}:{number}: {name} is in line {names[name]} already", "remove one"
@@ -302,7 +303,7 @@ def read_list(
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Pad chains to the longest: segment -1, residue unknown, everything else 0."""
+    """Pad chains to the longest, with segment -1, unknown residues and zeros."""
     blank = {"segment": -1, "aatype": UNKNOWN}
     return {
         key: pad_sequence([s[key] for s in samples], True, float(blank.get(key, 0)))

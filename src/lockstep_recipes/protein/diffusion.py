@@ -1,10 +1,10 @@
-"""How a sequence is corrupted, what undoing it costs, and how it is drawn again.
+"""Discrete diffusion: how a sequence is corrupted, the loss, and how one is sampled.
 
 Owns: noise schedules, the forward processes, their bounds and their reverse steps.
-Does not own: the network; it enters as logits. A time t runs from 0 (data) to T.
+Does not own: the network; only its logits come in. A time t runs from 0 (data) to T.
 
-Shapes: B chains, L residues, S tokens of a residue, K states of a token. Times lie on the
-device of the tokens they are for.
+Shapes: B chains, L residues, S tokens of a residue, K states of a token. Times are on the
+device of their tokens.
 """
 
 import math
@@ -22,11 +22,11 @@ from lockstep_recipes.tables import beside, placed
 Transition = Literal["absorbing", "uniform", "blosum"]
 GOLDEN = (math.sqrt(5) - 1) / 2
 CE_SHARE = 0.01
-"""How much plain cross entropy is added to the bound of a kernel (Austin et al. 2021)."""
+"""Weight of the plain cross entropy added to a kernel's bound (Austin et al. 2021)."""
 
 
 def alpha_bars(num_steps: int, shape: str) -> Tensor:
-    """Return how much of the data is left after t steps (T + 1), as "cosine" or "linear"."""
+    """Return the share of the data left after t steps (T + 1); shape is "cosine" or "linear"."""
     t = torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
     left = torch.cos(math.pi / 2 * t) if shape == "cosine" else 1 - t
     left[-1] = 0.0
@@ -47,9 +47,9 @@ def elbo_weights(alpha_bar: Tensor) -> Tensor:
 def spread(num: int, place: int, *key: int | str) -> Tensor:
     """Return `num` numbers in [0, 1), evenly spaced, shifted at random by `key` and by `place`.
 
-    Within a micro-batch they are 1 / num apart; the micro-batches of a step (places) fall
-    between each other's by the golden ratio. So the global batch covers [0, 1) evenly, on
-    any number of ranks, and each number alone is uniform.
+    Within a micro-batch they are 1 / num apart; the micro-batches of a step (places) are
+    offset by the golden ratio. So the global batch covers [0, 1) evenly on any number of
+    ranks, and each single number is uniform.
     """
     offset = torch.rand((), generator=keyed_generator(torch.device("cpu"), *key)).double()
     numbers = (torch.arange(num, dtype=torch.float64) + place * GOLDEN % 1) / num
@@ -73,10 +73,10 @@ class Absorbing:
         return (u * self.num_steps).long() + 1
 
     def bound_times(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return times, and factors by which `bound` there estimates the ELBO.
+        """Return times, and the factors with which `bound` at these times estimates the ELBO.
 
-        Times are as likely as their share of the bound, weight x mask ratio. That share is
-        the rise of the mask ratio, and sums to 1.
+        A time is drawn with the probability of its share of the bound, weight x mask ratio.
+        That share is the increase of the mask ratio, so the shares sum to 1.
         """
         ratio = 1 - self.alpha_bar
         t = torch.searchsorted(ratio / ratio[-1], u, right=True).clamp(1, self.num_steps)
@@ -90,7 +90,7 @@ class Absorbing:
         return torch.where(chance < kept[:, None, None], x0, self.vocabulary.mask)
 
     def is_scored(self, x_t: Tensor) -> Tensor:
-        """Say which tokens are to be predicted."""
+        """Return which tokens to predict."""
         return x_t == self.vocabulary.mask
 
     def bound(
@@ -102,11 +102,11 @@ class Absorbing:
         return cross_entropy(logits, x0) * self.is_scored(x_t) * factor[:, None, None]
 
     def end_nats(self, x0: Tensor) -> Tensor:
-        """Return what x_T still tells of x_0, in nats (B, L, S): nothing."""
+        """Return the information left in x_T about x_0, in nats (B, L, S): zero."""
         return torch.zeros_like(x0, dtype=torch.float64)
 
     def noise(self, x0: Tensor, generator: torch.Generator) -> Tensor:
-        """Return x_T: nothing but MASK."""
+        """Return x_T: all MASK."""
         return torch.full_like(x0, self.vocabulary.mask)
 
     def step_back(
@@ -119,10 +119,10 @@ class Absorbing:
         *,
         adaptive: bool,
     ) -> Tensor:
-        """Reveal some masked residues (B, L), drawn from the network; revealed ones stay.
+        """Reveal some masked residues (B, L), sampled from the network; revealed ones stay.
 
         Each is revealed with probability (alpha_bar(s) - alpha_bar(t)) / (1 - alpha_bar(t)).
-        `adaptive` reveals as many, those with the largest margin between the best two.
+        `adaptive` reveals as many: those with the largest margin between the two best states.
         """
         left = self.alpha_bar
         share = 1.0 if s == 0 else float((left[s] - left[t]) / (1 - left[t]))
@@ -142,10 +142,10 @@ class Absorbing:
 
 
 class Kernel:
-    """A token moves among the K states by one matrix a step: Q_t = (1 - b_t) I + b_t P_t.
+    """A token moves among K states by one matrix per step: Q_t = (1 - b_t) I + b_t P_t.
 
-    P_t is uniform, or softmax(BLOSUM62 / temperature), the temperature rising with t, so
-    that early on residues turn into similar ones.
+    P_t is uniform, or softmax(BLOSUM62 / temperature) with a temperature that rises with t,
+    so that residues turn into similar ones first.
     """
 
     def __init__(self, vocabulary: Vocabulary, alpha_bar: Tensor, kind: Transition) -> None:
@@ -166,7 +166,7 @@ class Kernel:
         for step in steps:
             bars.append(bars[-1] @ step)
         self.one_step = torch.cat([identity[None], steps])
-        """Q_t[i, j], the probability of j after i, for t = 0 (nothing happens) to T."""
+        """Q_t[i, j], the probability of j after i, for t = 0 (the identity) to T."""
         self.cumulative = torch.stack(bars)
         """Q_1 Q_2 ... Q_t."""
         self.prior = bars[-1].mean(dim=0)
@@ -177,7 +177,7 @@ class Kernel:
         return (u * self.num_steps).long() + 1
 
     def bound_times(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return times, and factors by which `bound` there estimates the ELBO."""
+        """Return times, and the factors with which `bound` at these times estimates the ELBO."""
         return self.times(u), torch.ones_like(u)
 
     def corrupt(self, x0: Tensor, t: Tensor, generator: torch.Generator) -> Tensor:
@@ -188,7 +188,7 @@ class Kernel:
         return torch.where(x0 == self.vocabulary.mask, x0, x_t)
 
     def is_scored(self, x_t: Tensor) -> Tensor:
-        """Say which tokens are to be predicted: all, since any may have moved."""
+        """Return which tokens to predict: all, since any may have changed."""
         return torch.ones_like(x_t, dtype=torch.bool)
 
     def posterior(self, p0: Tensor, x_t: Tensor, t: Tensor, s: Tensor | None = None) -> Tensor:
@@ -197,11 +197,13 @@ class Kernel:
         q(x_s | x_t, x_0) = Q_{s+1..t}[x_s, x_t] Qbar_s[x_0, x_s] / Qbar_t[x_0, x_t]
         """
         if s is None:
-            s, bridge = t - 1, placed(self.one_step, t.device)[t]
+            s = t - 1
+            bridge = placed(self.one_step, t.device)[t]
         else:
             spans = [torch.arange(int(i) + 1, int(j) + 1) for i, j in zip(s, t, strict=True)]
             bridge = torch.stack([_product(self.one_step[span]) for span in spans])
-        x_t, bars = x_t.clamp(max=self.vocabulary.num_states - 1), placed(self.cumulative, t.device)
+        x_t = x_t.clamp(max=self.vocabulary.num_states - 1)
+        bars = placed(self.cumulative, t.device)
         likelihood = pick(bridge.transpose(1, 2).to(p0.dtype), x_t)
         evidence = pick(bars[t].transpose(1, 2).to(p0.dtype), x_t)
         tiny = torch.finfo(p0.dtype).tiny
@@ -213,8 +215,8 @@ class Kernel:
     ) -> Tensor:
         """Return T x KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), in nats (B, L, S).
 
-        `clip` lowers the factor T at early times as much as masking would: there a single
-        moved token weighs as much as a chain.
+        `clip` lowers the factor T at early times as for masking: there, a single changed token
+        would weigh as much as a whole chain.
         """
         states = self.vocabulary.num_states
         truth = functional.one_hot(x0.clamp(max=states - 1), states).to(logits)
@@ -227,11 +229,11 @@ class Kernel:
         return kl * factor.to(kl.dtype)[:, None, None]
 
     def end_nats(self, x0: Tensor) -> Tensor:
-        """Return KL(q(x_T | x_0) || prior), in nats (B, L, S): with few steps not all is lost."""
+        """Return KL(q(x_T | x_0) || prior), in nats (B, L, S); with few steps it is not zero."""
         return placed(self.left, x0.device)[x0.clamp(max=self.vocabulary.num_states - 1)]
 
     def noise(self, x0: Tensor, generator: torch.Generator) -> Tensor:
-        """Return x_T, drawn from where the process ends."""
+        """Return x_T, drawn from the stationary distribution."""
         return draw(placed(self.prior, x0.device).log().expand(*x0.shape, -1), generator)
 
     def step_back(
@@ -264,13 +266,15 @@ def build_process(
 
 def cross_entropy(logits: Tensor, x0: Tensor) -> Tensor:
     """Return the nats (B, L, S) of the true tokens, 0 for those of an unknown residue."""
-    rows, truth, states = logits.flatten(0, -2), x0.flatten(), logits.shape[-1]
+    rows = logits.flatten(0, -2)
+    truth = x0.flatten()
+    states = logits.shape[-1]
     nats = functional.cross_entropy(rows, truth, reduction="none", ignore_index=states)
     return nats.view(x0.shape)
 
 
 def draw(log_p: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw one state from each row of log-probabilities (..., K), the generator beside them."""
+    """Sample a state from each row of log-probabilities (..., K), on the generator's device."""
     edges = log_p.double().softmax(dim=-1).cumsum(dim=-1)
     chance = torch.rand(
         edges.shape[:-1], generator=generator, dtype=edges.dtype, device=edges.device

@@ -1,7 +1,7 @@
-"""What a prediction is worth: chi angles in bins, recovery, perplexity, and baselines.
+"""Metrics of a prediction: binned chi angles, recovery, perplexity, and baselines.
 
 Owns: how predictions are measured, as sums and weights. Does not own: the network,
-reducing over ranks (the core does that).
+or reducing over ranks, which the core does.
 """
 
 import math
@@ -16,11 +16,11 @@ from lockstep_recipes.tables import beside, placed
 
 BIN_WIDTH = 2 * math.pi / NUM_BINS
 SMOOTHING = 0.1
-"""How much of a bin's target its two neighbours get together."""
+"""Label smoothing: the share of a bin's target that goes to its two neighbours together."""
 AROUND = torch.tensor([0, -1, 1, NUM_BINS // 2, NUM_BINS // 2 - 1, NUM_BINS // 2 + 1])
-"""From a bin to itself and its neighbours, then to those half a turn away."""
+"""Offsets from a bin to itself and its neighbours, then to those half a turn away."""
 SHARES = -torch.tensor([1 - SMOOTHING, SMOOTHING / 2, SMOOTHING / 2], dtype=torch.float64)
-"""What a bin and its neighbours add to the cross entropy by their log-probabilities."""
+"""Weights of a bin and its neighbours in the smoothed cross entropy."""
 NEAR = math.radians(20)
 COMMON_CHIS = tuple(math.radians(angle) for angle in (-67.5, 177.5, 177.5, -177.5))
 """The centre of each chi's most common bin, counted over the full-atom training chains."""
@@ -29,7 +29,7 @@ Pair = tuple[Tensor, Tensor | float]
 
 
 def chi_bins(angles: Tensor) -> Tensor:
-    """Return the bin of 5 degrees of each angle in radians.
+    """Return the 5-degree bin of each angle, given in radians.
 
     >>> chi_bins(torch.tensor([-math.pi, 0.0, math.pi - 1e-3])).tolist()
     [0, 36, 71]
@@ -45,17 +45,17 @@ def bin_centres(bins: Tensor) -> Tensor:
 def chi_nats(logits: Tensor, angles: Tensor, aatype: Tensor) -> Tensor:
     """Return the smoothed cross entropy (B, L, 4) of chi angles.
 
-    Where half a turn changes nothing, the better of the two bins counts.
+    For chi angles that are symmetric under half a turn, the better of the two bins counts.
     """
     log_p = logits.log_softmax(dim=-1)
     bins = (chi_bins(angles)[..., None] + placed(AROUND, angles.device)) % NUM_BINS
     near = log_p.gather(-1, bins).view(*angles.shape, 2, 3)
-    nats = (near * beside(SHARES, near)).sum(dim=-1)  # straight, and turned
+    nats = (near * beside(SHARES, near)).sum(dim=-1)  # as they are, and half a turn away
     return (nats + beside(turn_costs(), nats)[aatype]).amin(dim=-1)
 
 
 def chi_error(predicted: Tensor, angles: Tensor, aatype: Tensor) -> Tensor:
-    """Return how far apart angles (B, L, 4) are, around the circle, half turns forgiven."""
+    """Return the circular distance of angles (B, L, 4), modulo symmetric half turns."""
     apart = (predicted - angles + math.pi) % (2 * math.pi) - math.pi
     apart = apart.abs()
     periodic = placed(periodic_chis(), aatype.device)[aatype]
@@ -88,7 +88,7 @@ def measure_chis(
 
 
 def measure_baselines(batch: Mapping[str, Tensor]) -> dict[str, Pair]:
-    """Measure what needs no network: the database's frequencies, the most common chi bins."""
+    """Measure guesses without a network: database frequencies and the most common chi bins."""
     frequencies = (torch.tensor(FREQUENCIES) / sum(FREQUENCIES)).log().to(batch["chi"])
     aatype = batch["aatype"]
     measured = measure_sequence(frequencies.expand(*aatype.shape, -1), aatype)

@@ -1,4 +1,4 @@
-"""The flags of the protein recipe, translated to a task and a run config and nothing more."""
+"""The flags of the protein recipe, and their translation to a task and a run config."""
 
 import argparse
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LOWEST_LR = 1e-6
 
 
 def flags() -> Flags:
-    """Return the parser: the guide's flags under their own names, then ours."""
+    """Return the parser: the flags of the guide under its names, then our own."""
     parser = Flags(
         "protein",
         "Train a network that designs protein side chains on a fixed backbone.",
@@ -86,18 +86,21 @@ def flags() -> Flags:
 
 
 def build(argv: Sequence[str]) -> tuple[ProteinTask, RunConfig]:
-    """Turn the command line into what `fit` takes."""
+    """Turn the command line into the arguments of `fit`."""
     args = flags().read(argv)
     args.output_dir = run_folder(args.save_dir, args.output_dir)
     num_generated = args.sample_data
     if is_rehearsal():
         rehearse(args, "width 16", f"width {args.hidden_dim}")
-        args.hidden_dim, args.num_layers, args.num_neighbors = 16, 1, 8
-        args.num_designs, args.sample_steps = 2, 2
+        args.hidden_dim = 16
+        args.num_layers = 1
+        args.num_neighbors = 8
+        args.num_designs = 2
+        args.sample_steps = 2
         given = [Path(path) for path in (args.pdb_path, args.cache_dir) if path]
         num_generated = 0 if any(path.exists() for path in given) else REHEARSAL_CHAINS
     if num_generated:
-        seed = 0 if is_rehearsal() else args.seed  # the next rehearsal's, too
+        seed = 0 if is_rehearsal() else args.seed  # the next rehearsal reuses it
         folder = make_cache(Path(args.output_dir) / "sample_data", num_generated, seed=seed)
         args.pdb_path = args.cache_dir = folder
     run = run_config(

@@ -1,8 +1,8 @@
-"""A message-passing network on a backbone: what stands where, given some of the sequence.
+"""A message-passing network that predicts residues from a backbone and a noisy sequence.
 
-Owns: the features of a backbone, the encoder that sees nothing else, and the decoder
-that also sees noisy tokens and the time. Only distances enter, so turning or moving
-a chain changes nothing. Does not own: noise, losses.
+Owns: the features of a backbone, the encoder, which sees only these, and the decoder, which
+also sees noisy tokens and the time. All features are distances, so rotating or moving a
+chain changes nothing. Does not own: noise, losses.
 
 Shapes: B chains, L residues, N neighbours, H width, S tokens of a residue, K states.
 """
@@ -21,12 +21,12 @@ NUM_BINS = 72
 NUM_CHIS = 4
 NUM_RBF = 16
 REACH = 32
-"""Offsets along the chain beyond this are one class; another stretch is one more."""
+"""Larger offsets along the chain share a class; residues of other stretches share another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backbone:
-    """What the encoder found out: nodes (B, L, H), edges (B, L, N, H), and who is near whom."""
+    """The encoder's output: nodes (B, L, H), edges (B, L, N, H), and each residue's neighbours."""
 
     nodes: Tensor
     edges: Tensor
@@ -39,22 +39,23 @@ class Backbone:
 def five_atoms(coords: Tensor) -> Tensor:
     """Add a virtual CB to N, CA, C and O: (B, L, 4, 3) becomes (B, L, 5, 3)."""
     n, ca, c = coords[..., 0, :], coords[..., 1, :], coords[..., 2, :]
-    b, c = ca - n, c - ca
+    b = ca - n
+    c = c - ca
     a = torch.linalg.cross(b, c)
     cb = ca - 0.58273431 * a + 0.56802827 * b - 0.54067466 * c
     return torch.cat([coords, cb[..., None, :]], dim=-2)
 
 
-def take(values: Tensor, neighbours: Tensor) -> Tensor:
+def gather_neighbours(values: Tensor, neighbours: Tensor) -> Tensor:
     """Return the values (B, L, ...) of each residue's neighbours (B, L, N, ...)."""
     taken = values.flatten(0, 1).index_select(0, neighbours.flatten())
     return taken.view(*neighbours.shape, *values.shape[2:])
 
 
 class Message(nn.Module):
-    """Three layers on (own node, edge, other node).
+    """A three-layer MLP on (own node, edge, other node).
 
-    The first is a sum of three, so that nodes are multiplied once and not once per edge.
+    Its first layer is a sum of three, so that nodes are multiplied once, not once per edge.
     """
 
     def __init__(self, width: int, other_width: int) -> None:
@@ -66,12 +67,16 @@ class Message(nn.Module):
         self.third = nn.Linear(width, width)
 
     def forward(self, own: Tensor, edges: Tensor, others: Tensor, neighbours: Tensor) -> Tensor:
-        first = self.own(own)[:, :, None] + self.edge(edges) + take(self.other(others), neighbours)
+        first = (
+            self.own(own)[:, :, None]
+            + self.edge(edges)
+            + gather_neighbours(self.other(others), neighbours)
+        )
         return self.third(functional.gelu(self.second(functional.gelu(first))))  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
-    """Update nodes from their neighbours, then each by itself; in the encoder also edges."""
+    """Update nodes from their neighbours, then each by an MLP; the encoder also updates edges."""
 
     def __init__(self, width: int, other_width: int, dropout: float, scale: float, edges: bool):
         super().__init__()
@@ -89,8 +94,11 @@ class Layer(nn.Module):
     def forward(
         self, backbone: Backbone, seen: Tensor | None = None, film: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        nodes, edges, neighbours = backbone.nodes, backbone.edges, backbone.neighbours
-        own, low_edges = lowered(nodes), lowered(edges)
+        nodes = backbone.nodes
+        edges = backbone.edges
+        neighbours = backbone.neighbours
+        own = lowered(nodes)
+        low_edges = lowered(edges)
         others = own if seen is None else torch.cat([own, seen], dim=-1)
         messages = self.message(own, low_edges, others, neighbours)
         total = (messages * backbone.near[..., None]).sum(dim=2) / self.scale
@@ -107,9 +115,9 @@ class Layer(nn.Module):
 
 
 class ProteinNet(nn.Module):
-    """Encode a backbone; decode noisy tokens at a time into tokens and chi angles.
+    """Encode a backbone; from noisy tokens and a time, predict clean tokens and chi angles.
 
-    The heads begin at zero: the first loss is the log of the number of choices.
+    The heads start at zero, so the first loss is the log of the number of choices.
     """
 
     def __init__(
@@ -122,7 +130,9 @@ class ProteinNet(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        self.num_states, self.num_slots, self.width = num_states, num_slots, width
+        self.num_states = num_states
+        self.num_slots = num_slots
+        self.width = width
         self.num_neighbours = num_neighbours
         self.offset = nn.Embedding(2 * REACH + 2, 16)
         self.embed_edge = nn.Linear(25 * NUM_RBF + 16, width)
@@ -151,27 +161,28 @@ class ProteinNet(nn.Module):
 
         Args:
             coords: N, CA, C and O (B, L, 4, 3).
-            segment: which unbroken stretch a residue is in (B, L); -1 is padding.
+            segment: the unbroken stretch that a residue belongs to (B, L); -1 is padding.
             tokens: noisy tokens (B, L, S).
             level: the time t / T of each chain (B).
         """
         return self.decode(self.encode(coords, segment), tokens, level)
 
     def encode(self, coords: Tensor, segment: Tensor) -> Backbone:
-        """Look at the backbone alone."""
+        """Encode the backbone alone."""
         coords = coords.to(self.first_node.dtype)
         with torch.no_grad():
             places = torch.arange(segment.numel(), device=segment.device).view(segment.shape)
             neighbours, near = self._nearest(coords[:, :, 1], segment >= 0)
             neighbours = neighbours + places[:, :1, None]
             atoms = five_atoms(coords)
-            others = take(atoms, neighbours)
+            others = gather_neighbours(atoms, neighbours)
             apart = atoms[:, :, None, :, None] - others[:, :, :, None]  # (B, L, N, 5, 5, 3)
             distances = apart.square().sum(dim=-1).add(1e-6).sqrt().flatten(3)
-            centres, spread = rbf_centres(coords.device, coords.dtype), 20.0 / NUM_RBF
+            centres = rbf_centres(coords.device, coords.dtype)
+            spread = 20.0 / NUM_RBF
             rbf = (distances[..., None] - centres).div_(spread).square_().neg_().exp_().flatten(3)
             offset = (neighbours - places[..., None]).clamp(-REACH, REACH) + REACH
-            same = take(segment, neighbours) == segment[..., None]
+            same = gather_neighbours(segment, neighbours) == segment[..., None]
             offset = torch.where(same, offset, 2 * REACH + 1)
         edges = self.norm_edge(self.embed_edge(torch.cat([rbf, self.offset(offset)], dim=-1)))
         nodes = self.first_node.expand(*segment.shape, -1)
@@ -197,7 +208,7 @@ class ProteinNet(nn.Module):
         return _full(logits), _full(chi_logits)
 
     def _nearest(self, ca: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the nearest residues (B, L, N) of a chain, itself first, and which exist."""
+        """Return each residue's nearest ones (B, L, N), itself first, and which of them exist."""
         far = torch.cdist(ca, ca, compute_mode="donot_use_mm_for_euclid_dist")
         far = torch.where(exists[:, None], far, torch.inf)
         num = min(self.num_neighbours, ca.shape[1])
@@ -207,23 +218,23 @@ class ProteinNet(nn.Module):
 
 @lru_cache(maxsize=32)
 def rbf_centres(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the distances that edges are described by."""
+    """Return the centres of the radial basis functions that describe a distance."""
     return torch.linspace(2.0, 22.0, NUM_RBF, device=device, dtype=dtype)
 
 
 @lru_cache(maxsize=32)
 def wave_turns(num: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return how many half turns the waves make from time 0 to 1."""
+    """Return the number of half turns of each wave from time 0 to 1."""
     return torch.logspace(0, 2, num, device=device, dtype=dtype)
 
 
 def sinusoids(level: Tensor, width: int) -> Tensor:
-    """Return waves (B, width) of a number from 0 to 1, from half a turn to fifty."""
+    """Return sinusoidal features (B, width) of a number from 0 to 1, of half a turn to fifty."""
     angles = level[:, None] * wave_turns(width // 2, level.device, level.dtype) * math.pi
     waves = torch.cat([angles.sin(), angles.cos()], dim=-1)
     return functional.pad(waves, (0, 1)) if width % 2 else waves
 
 
 def _full(logits: Tensor) -> Tensor:
-    """Leave reduced precision behind before anything is summed."""
+    """Return logits in float32, before anything is summed."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -1,7 +1,7 @@
 """Turn structures, or a JSON-lines pack, into a cache folder with its split lists.
 
 Owns: the command `scripts/preprocess_dataset.py`. Does not own: parsing a structure,
-the format of an entry. Lists are written last, so a folder that has them is whole.
+the format of an entry. Lists are written last, so a folder that has them is complete.
 """
 
 import gzip
@@ -37,13 +37,13 @@ def flags() -> Flags:
     """Return the parser."""
     parser = Flags(
         "protein",
-        "Write a cache folder: one <id>.pt a chain, and train.txt, val.txt, test.txt.",
+        "Write a cache folder: one <id>.pt per chain, and train.txt, val.txt, test.txt.",
         "python scripts/preprocess_dataset.py --pdb_dir structures --output_dir data/cache",
     )
     add = parser.add_argument
     add("--pdb_dir", help="folder of .pdb, .ent, .cif files, also .gz")
-    add("--jsonl", help="instead: a file of one JSON chain a line (name, seq, coords, resnum)")
-    add("--splits", help="a JSON file of lists of names under train, validation, test")
+    add("--jsonl", help="in place of --pdb_dir: a file with one JSON chain per line")
+    add("--splits", help="JSON file of chain names, listed under train, validation and test")
     add("--output_dir", default="data/cache")
     add("--num_workers", type=int, default=1)
     add("--train_ratio", type=float, default=0.8)
@@ -59,7 +59,7 @@ def flags() -> Flags:
 
 
 def run(argv: Sequence[str]) -> str:
-    """Write the cache that `argv` asks for and return what to say.
+    """Write the cache that `argv` describes and return a summary.
 
     Raises:
         LockstepError: if the request or, with `--on_bad_sample stop`, a file cannot be used.
@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> str:
     lists = (
         read_splits(Path(args.splits), names) if args.splits else shuffle(names, ratios, args.seed)
     )
-    for split in {*SPLIT_FILES.values()} - {*lists}:  # an earlier call's, of other chains
+    for split in {*SPLIT_FILES.values()} - {*lists}:  # left by an earlier call with other chains
         (folder / f"{split}.txt").unlink(missing_ok=True)
     for split, listed in lists.items():
         (folder / f"{split}.txt").write_text("\n".join([*listed, ""]))
@@ -104,18 +104,18 @@ def run(argv: Sequence[str]) -> str:
     others = others_in(folder, set(names))
     if others:
         lines.append(
-            f"  {len(others)} more of an earlier call are still there ({', '.join(others[:3])}): "
-            "a run without lists takes them too; try: use another --output_dir, or remove them"
+            f"  {len(others)} more from an earlier call are still there ({', '.join(others[:3])}): "
+            "a run without lists reads them too; try: use another --output_dir, or remove them"
         )
     return "\n".join([*lines, *(f"  left out: {reason}" for reason in skipped[:5])])
 
 
 def others_in(folder: Path, names: Collection[str]) -> list[str]:
-    """Return the entries that this call did not write: of structures since removed or left out."""
+    """Return entries that this call did not write: their structures are gone or were skipped."""
     others = []
     for path in sorted(folder.glob("*.pt")):
         if path.name.removesuffix(".pt") not in names:
-            with suppress(DataError):  # what is no entry is no business of ours
+            with suppress(DataError):  # other files are not entries
                 read_header(path)
                 others.append(path.name)
     return others
@@ -124,7 +124,7 @@ def others_in(folder: Path, names: Collection[str]) -> list[str]:
 def shuffle(
     names: list[str], ratios: tuple[float, float, float], seed: int
 ) -> dict[str, list[str]]:
-    """Deal the chains out at random: train, val, test."""
+    """Split the chains at random into train, val and test."""
     if min(ratios) < 0 or abs(sum(ratios) - 1) > 1e-6:
         raise ConfigError(f"the ratios {ratios} do not add up to 1", "pass 0.8, 0.1 and 0.1")
     dealt = sorted(names)
@@ -135,10 +135,10 @@ def shuffle(
 
 
 def read_splits(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the lists of a JSON file, less the names that no chain has.
+    """Return the lists of a JSON file, without names that no chain has.
 
     Raises:
-        DataError: if it is something else, or no list is left.
+        DataError: if the file has another format, or lists no training chain.
     """
     try:
         with _opened(path) as file:
@@ -158,7 +158,7 @@ def read_splits(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
 def read_folder(
     folder: Path, wanted: Filter, only_mmcif: bool, num_workers: int
 ) -> Iterator[Chain | DataError]:
-    """Yield the chains of every structure in a folder, or why a file is left out."""
+    """Yield the chains of every structure in a folder, or the error of a file that is skipped."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder of structures", "pass another --pdb_dir")
     files = [path for path in sorted(folder.rglob("*")) if is_structure(path)]
@@ -184,7 +184,7 @@ def _read_file(path: Path, wanted: Filter) -> list[Chain | DataError]:
 
 
 def read_jsonl(path: Path, wanted: Filter) -> Iterator[Chain | DataError]:
-    """Yield the chains of a JSON-lines file, or why a line is left out."""
+    """Yield the chains of a JSON-lines file, or the error of a line that is skipped."""
     try:
         with _opened(path) as file:
             for number, line in enumerate(file, start=1):
@@ -218,7 +218,7 @@ def _read_line(line: str, where: str, wanted: Filter) -> Chain | DataError:
         )
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         said = f"{type(error).__name__}: {error}"
-        return DataError(f"{where} is no chain with name, seq and coords ({said})", remedy)
+        return DataError(f"{where} is not a chain with name, seq and coords ({said})", remedy)
     reason = wanted.reason_against(chain)
     return DataError(f"{where}: {chain.id} {reason}", remedy) if reason else chain
 

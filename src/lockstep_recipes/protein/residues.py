@@ -1,6 +1,6 @@
 """The twenty residues: letters, side-chain atoms, fragments, exchange scores, frequencies.
 
-Owns: facts of chemistry and how residues are written as tokens. Does not own:
+Owns: facts of chemistry, and the translation of residues to tokens. Does not own:
 files, networks, noise. Residues are numbered in the order of `LETTERS`; 20 is unknown.
 """
 
@@ -27,16 +27,16 @@ SIDE_CHAINS = {
     "PRO": "CB CG CD", "SER": "CB OG", "THR": "CB OG1", "TRP": "CB CG CD1", "TYR": "CB CG CD1",
     "VAL": "CB CG1",
 }  # fmt: skip
-"""The atoms that follow N and CA along the chi angles; four in a row make one."""
+"""The atoms after N and CA along the chi angles; every four in a row define one."""
 
 PERIODIC = (("ASP", 1), ("GLU", 2), ("PHE", 1), ("TYR", 1))
-"""Chi angles (counted from 0) that are the same after half a turn."""
+"""Chi angles (counted from 0) that are symmetric under half a turn."""
 
 FREQUENCIES = (
     0.0825, 0.0553, 0.0406, 0.0546, 0.0138, 0.0393, 0.0672, 0.0707, 0.0227, 0.0591,
     0.0965, 0.0580, 0.0241, 0.0386, 0.0474, 0.0665, 0.0536, 0.0110, 0.0292, 0.0686,
 )  # fmt: skip
-"""How often each residue occurs in protein databases: entropy 2.889 nats."""
+"""Frequency of each residue in protein databases; their entropy is 2.889 nats."""
 
 # The lower triangle of BLOSUM62 (Henikoff and Henikoff 1992), in the order of LETTERS.
 _BLOSUM62 = """
@@ -89,7 +89,7 @@ def blosum62() -> Tensor:
 
 @cache
 def periodic_chis() -> Tensor:
-    """Return which chi angles (21, 4) of which residues are the same after half a turn."""
+    """Return which chi angles (21, 4) are symmetric under half a turn."""
     table = torch.zeros(UNKNOWN + 1, 4, dtype=torch.bool)
     for name, chi in PERIODIC:
         table[NUMBER[name], chi] = True
@@ -115,23 +115,23 @@ def fragments_of(name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """How a residue is written: as one token, or as five slots of fragments.
+    """The tokens of a residue: one, or five slots of fragments.
 
-    Every residue has the same number of slots, so that their number tells nothing.
+    Every residue has the same number of slots, so that the number gives nothing away.
     """
 
     table: Tensor
-    """The tokens (21, S) of each residue; of an unknown one, MASK."""
+    """The tokens (21, S) of each residue; MASK for an unknown one."""
     num_states: int
-    """Tokens from 0 to `num_states` - 1 can be data; the next one is MASK."""
+    """Tokens 0 to `num_states` - 1 are data; the next one is MASK."""
 
     @property
     def mask(self) -> int:
-        """The token that hides another one."""
+        """The MASK token."""
         return self.num_states
 
     def tokens(self, aatype: Tensor) -> Tensor:
-        """Write residues (...) as tokens (..., S); an unknown one is MASK."""
+        """Return the tokens (..., S) of residues (...); MASK for an unknown one."""
         return placed(self.table, aatype.device)[aatype]
 
     def residues(self, logits: Tensor) -> Tensor:

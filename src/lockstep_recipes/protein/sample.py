@@ -1,7 +1,7 @@
-"""Draw sequences for a backbone: `python -m lockstep_recipes.protein.sample`.
+"""Design sequences for a backbone: `python -m lockstep_recipes.protein.sample`.
 
-Owns: the walk from noise to a sequence, and the command that writes designs as FASTA.
-Does not own: what one step does (`diffusion.py`), training.
+Owns: the reverse process from noise to a sequence, and the command that writes designs as
+FASTA. Does not own: a single reverse step (`diffusion.py`), training.
 """
 
 import sys
@@ -33,7 +33,7 @@ class Design:
     chi: NDArray[np.float32]
     """Chi angles (L, 4) in radians, as predicted when the residue was drawn."""
     recovery: float
-    """The share of known residues that are as in the chain; NaN where none is known."""
+    """The share of known residues that match the chain; NaN if none is known."""
 
     @property
     def sequence(self) -> str:
@@ -51,7 +51,7 @@ def design(
     seed: int,
     number: int = 0,
 ) -> Design:
-    """Draw a sequence for one backbone; it depends on the seed, the chain's name and `number`."""
+    """Sample a sequence for one backbone, from the seed, the chain's name and `number`."""
     device = model.first_node.device
     generator = keyed_generator(torch.device("cpu"), seed, "design", chain.id, number)
     coords = torch.from_numpy(chain.coords)[None].to(device)
@@ -77,7 +77,7 @@ def design(
 
 
 def walk(total: int, num_steps: int) -> list[tuple[int, int]]:
-    """Return the pairs of times t > s by which a walk goes from `total` to 0.
+    """Return the steps (t, s), t > s, that lead from time `total` to 0.
 
     >>> walk(1000, 3)
     [(1000, 667), (667, 333), (333, 0)]
@@ -91,7 +91,7 @@ def _read_tokens(tokens: Tensor, table: Tensor) -> Tensor:
 
 
 def fasta(chain: Chain, made: Design, number: int = 0) -> str:
-    """Return one entry of a FASTA file, 80 letters a line."""
+    """Return one entry of a FASTA file, with 80 letters per line."""
     lines = [made.sequence[i : i + 80] for i in range(0, len(made.sequence), 80)]
     return "\n".join([f">{chain.id} design={number} recovery={made.recovery:.4f}", *lines, ""])
 
@@ -111,7 +111,7 @@ def flags() -> Flags:
     add("--num_designs", type=int, default=1, help="sequences for each chain")
     add("--sample_steps", type=int, default=10)
     add("--sampler", choices=["plain", "adaptive"], default="adaptive")
-    add("--weights", choices=["average", "model"], default="average", help="which to use")
+    add("--weights", choices=["average", "model"], default="average", help="weights to sample with")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--seed", type=int, default=0)
     return parser
@@ -121,7 +121,7 @@ def load_checkpoint(path: str, weights: str) -> tuple[ProteinNet, Absorbing | Ke
     """Return the network of a checkpoint, and the process it was trained with.
 
     Raises:
-        CheckpointError: if there is none, it is damaged, or of another recipe.
+        CheckpointError: if the checkpoint is missing, damaged, or of another recipe.
     """
     from lockstep_recipes.protein.task import ProteinConfig
 
@@ -137,7 +137,7 @@ def load_checkpoint(path: str, weights: str) -> tuple[ProteinNet, Absorbing | Ke
 
 
 def run(argv: Sequence[str]) -> str:
-    """Design what `argv` asks for and return what to say.
+    """Write the designs that `argv` describes and return a summary.
 
     Raises:
         LockstepError: if the request, the checkpoint or a structure cannot be used.
@@ -148,7 +148,8 @@ def run(argv: Sequence[str]) -> str:
     model, process = load_checkpoint(args.checkpoint, args.weights)
     model.to(args.device)
     chains = find_chains(Path(args.pdb_path))
-    entries, recoveries = [], []
+    entries = []
+    recoveries = []
     for chain in chains:
         for number in range(args.num_designs):
             made = design(model, process, chain, args.sample_steps, args.sampler, args.seed, number)
@@ -167,7 +168,7 @@ def find_chains(path: Path) -> list[Chain]:
     """Return the chains of a structure, a folder of structures, or a cache folder.
 
     Raises:
-        DataError: naming what cannot be read.
+        DataError: naming the file that cannot be read.
     """
     from lockstep_recipes.protein.data import load_chain
 

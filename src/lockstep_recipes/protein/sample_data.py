@@ -1,8 +1,8 @@
-"""A small cache of chains made on the spot, with something in them to learn.
+"""A small cache of generated chains that a network can learn from.
 
-Owns: building backbones from torsion angles with the bond lengths and angles of real
-ones, and sequences that follow from them: helices, strands and turns have residues of
-their own. Does not own: reading them back.
+Owns: building backbones from torsion angles with realistic bond lengths and angles, and
+sequences that depend on them: helices, strands and turns each prefer certain residues.
+Does not own: reading them back.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from lockstep_recipes.protein.data import save_chain
 from lockstep_recipes.protein.residues import LETTERS, NAMES, SIDE_CHAINS
 from lockstep_recipes.protein.structure import Chain, Floats, fill_oxygen
 
-# Torsions phi, psi of a state in degrees, the residues it prefers, and its chi1.
+# Of each state: torsions phi and psi in degrees, the residues it prefers, and chi1.
 STATES = {
     "helix": (-60.0, -45.0, "AAALLEEKKQRM", -65.0),
     "strand": (-120.0, 130.0, "VVVIIYYFTTWC", 180.0),
@@ -92,13 +92,14 @@ def build_backbones(phi: NDArray[np.float64], psi: NDArray[np.float64]) -> NDArr
 def _place(
     last: list[NDArray[np.float64]], bond: float, angle: float, torsion: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the atom that follows three others."""
+    """Return the position of the atom that follows three others."""
     a, b, c = last
     forward = _unit(c - b)
     normal = _unit(np.cross(b - a, forward))
     sideways = np.cross(normal, forward)
     bend = np.radians(180 - angle)
-    x, y = np.cos(bend), np.sin(bend) * np.cos(torsion)[:, None]
+    x = np.cos(bend)
+    y = np.sin(bend) * np.cos(torsion)[:, None]
     z = np.sin(bend) * np.sin(torsion)[:, None]
     return np.asarray(c + bond * (x * forward + y * sideways + z * normal))
 

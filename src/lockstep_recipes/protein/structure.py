@@ -1,9 +1,9 @@
-"""Protein chains out of PDB and mmCIF files.
+"""Protein chains from PDB and mmCIF files.
 
-Owns: which atoms of a file make a chain. First model; of alternative locations the
-residue's most occupied one; selenomethionine read as methionine; a residue without
-N, CA or C is dropped; other residues than the twenty are kept as unknown. Does not
-own: where a chain is stored, what is learned from it.
+Owns: which atoms of a file form a chain. Only the first model counts, and a residue's most
+occupied alternative location; selenomethionine is read as methionine; a residue without
+N, CA or C is dropped; residues other than the twenty are kept as unknown. Does not own:
+where a chain is stored, or training on it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ from lockstep_recipes.protein.residues import LETTERS, NAMES, NUMBER, SIDE_CHAIN
 
 BACKBONE = ("N", "CA", "C", "O")
 BREAK_A = 4.5
-"""Neighbouring CA atoms further apart than this are not bonded: the chain is broken there."""
+"""Neighbouring CA atoms further apart than this are not bonded: the chain has a break."""
 SUFFIXES = (".pdb", ".ent", ".cif", ".mmcif")
 
 Floats = NDArray[np.float32]
@@ -53,7 +53,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which chains are worth training on."""
+    """Which chains to train on."""
 
     min_length: int = 40
     max_length: int = 2048
@@ -61,7 +61,7 @@ class Filter:
     max_unknown_share: float = 0.5
 
     def reason_against(self, chain: Chain) -> str | None:
-        """Say why a chain is left out, if it is."""
+        """Return why a chain is rejected, or None if it is not."""
         if not len(chain):
             return "has no residue with N, CA and C"
         if not self.min_length <= len(chain) <= self.max_length:
@@ -79,15 +79,15 @@ ANY = Filter(min_length=1, max_length=10**9, max_resolution_a=1e9, max_unknown_s
 
 
 def is_structure(path: Path) -> bool:
-    """Say whether a file is named like a structure."""
+    """Return whether a file has the name of a structure."""
     return path.name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
 def read_chains(path: Path, wanted: Filter = ANY) -> list[Chain]:
-    """Return the protein chains of a file that `wanted` lets pass.
+    """Return the protein chains of a file that pass the filter `wanted`.
 
     Raises:
-        DataError: if the file is no structure, or no chain in it passes; it names the file.
+        DataError: if the file is not a structure, or none of its chains passes.
     """
     remedy = "correct or remove it, or pass --on_bad_sample skip"
     try:
@@ -144,7 +144,7 @@ def _read_chain(chain: gemmi.Chain, resolution: float) -> Chain:
 
 
 def _by_number(residues: object) -> Iterator[list[gemmi.Residue]]:
-    """Group what shares a number and an insertion code: alternatives of one residue."""
+    """Group the alternatives of one residue: they share a number and an insertion code."""
     for _, group in groupby(residues, key=lambda residue: str(residue.seqid)):  # type: ignore[call-overload]
         yield list(group)
 
@@ -172,11 +172,11 @@ def _atoms(group: list[gemmi.Residue]) -> tuple[gemmi.Residue, dict[str, list[fl
 
 
 def fill_oxygen(coords: Floats) -> Floats:
-    """Put a missing O where the peptide plane has it: opposite to CA and the next N, from C."""
+    """Add a missing O in the peptide plane: on the far side of C from CA and the next N."""
     if not len(coords):
         return coords
     n, ca, c = coords[:, 0], coords[:, 1], coords[:, 2]
-    away_from = np.concatenate([n[1:], n[-1:]])  # at the end of a chain the plane is free
+    away_from = np.concatenate([n[1:], n[-1:]])  # at the end of a chain any plane will do
     direction = _unit(_unit(c - ca) + _unit(c - away_from))
     missing = ~np.isfinite(coords[:, 3]).all(axis=-1)
     coords[missing, 3] = (c + 1.23 * direction)[missing]
@@ -189,7 +189,7 @@ def _unit(vectors: Floats) -> Floats:
 
 
 def segments(coords: Floats) -> NDArray[np.int64]:
-    """Number the unbroken stretches of a chain (L): it is broken where CA atoms lie far apart."""
+    """Number the unbroken stretches of a chain (L): a break is where CA atoms lie far apart."""
     ca = coords[:, 1]
     far = np.linalg.norm(ca[1:] - ca[:-1], axis=-1) > BREAK_A
     return np.concatenate([[0], np.cumsum(far)]).astype(np.int64)[: len(coords)]

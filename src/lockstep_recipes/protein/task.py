@@ -1,11 +1,11 @@
 """Protein diffusion as a task: hide residues, predict them and their chi angles.
 
-Owns: what is hidden from the network, the losses and what they are averaged over,
-what an evaluation measures. Does not own: the network, the noise, files, the loop.
+Owns: which tokens are hidden, the losses and their weights, and the metrics of an
+evaluation. Does not own: the network, the noise, files, the loop.
 
 The sequence term is averaged over masked residues (or all, for the ELBO), the chi term
-over masked chi angles. Both differ wildly between chains, so both are counted over the
-whole step first (`weights`), from the same noise that the loss then draws again.
+over masked chi angles. Both counts differ a lot between chains, so `weights` counts them
+over the whole step first, from the same noise that the loss then draws again.
 """
 
 import math
@@ -51,13 +51,13 @@ NETWORK_FIELDS = {
     "hidden_dim", "num_layers", "num_neighbors", "vocab", "transition", "num_diffusion_steps",
     "use_discrete_diffusion", "schedule", "mask_ratio",
 }  # fmt: skip
-"""What a checkpoint must agree with, and what is needed to sample from it."""
+"""Settings that a checkpoint must agree on, and that sampling from it needs."""
 BASELINES = ("unigram_", "common_")
-"""How the names of what was measured without the network begin."""
+"""Prefix of the metrics that were measured without the network."""
 
 
 class ProteinConfig(BaseModel):
-    """Everything that makes one run differ from another, the loop aside."""
+    """All settings of the task."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -74,7 +74,7 @@ class ProteinConfig(BaseModel):
     """Chains in a micro-batch: what `group_by_length` groups."""
 
     use_discrete_diffusion: bool = False
-    """Off: plain masked training, `mask_ratio` of the residues hidden, in one step."""
+    """If off: plain masked training in one step, with `mask_ratio` of the residues hidden."""
     num_diffusion_steps: int = Field(default=1000, ge=1)
     transition: Transition = "absorbing"
     schedule: Literal["cosine", "linear"] = "cosine"
@@ -90,13 +90,13 @@ class ProteinConfig(BaseModel):
     num_neighbors: int = Field(default=30, ge=1)
     dropout: float = Field(default=0.1, ge=0, lt=1)
     backbone_noise: float = Field(default=0.1, ge=0)
-    """Angstrom added to every coordinate in training."""
+    """Noise added to every coordinate in training, in angstrom."""
     weight_decay: float = Field(default=1e-5, ge=0)
 
     sample_steps: int = Field(default=10, ge=1)
     sampler: Literal["plain", "adaptive"] = "adaptive"
     num_designs: int = Field(default=16, ge=0)
-    """Held-out chains that are designed at each evaluation; 0: none."""
+    """Held-out chains to design at each evaluation; 0: none."""
     seed: int = 0
 
     @model_validator(mode="after")
@@ -112,7 +112,7 @@ class ProteinConfig(BaseModel):
 
     @property
     def process(self) -> Absorbing | Kernel:
-        """What turns data into noise."""
+        """The forward process, from data to noise."""
         vocabulary = build_vocabulary(self.vocab)
         if not self.use_discrete_diffusion:
             left = torch.tensor([1.0, 1.0 - self.mask_ratio], dtype=torch.float64)
@@ -120,7 +120,7 @@ class ProteinConfig(BaseModel):
         return build_process(vocabulary, self.transition, self.num_diffusion_steps, self.schedule)
 
     def build_network(self) -> ProteinNet:
-        """Return the network with fresh weights."""
+        """Return the network with freshly initialised weights."""
         vocabulary = build_vocabulary(self.vocab)
         return ProteinNet(
             vocabulary.num_states,
@@ -134,7 +134,7 @@ class ProteinConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What is hidden from the network in a micro-batch."""
+    """The tokens and chi angles hidden from the network in a micro-batch."""
 
     t: Tensor
     """Each chain's time (B)."""
@@ -142,15 +142,15 @@ class Hidden:
     x_t: Tensor
     """Tokens (B, L, S), as they are and as they are shown."""
     scored: Tensor
-    """Which tokens are to be predicted (B, L, S)."""
+    """Which tokens to predict (B, L, S)."""
     chis: Tensor
-    """Which chi angles are (B, L, 4)."""
+    """Which chi angles to predict (B, L, 4)."""
     counted: dict[str, Tensor]
-    """How many residues and chi angles the loss is a mean over."""
+    """The number of residues and of chi angles that the loss averages over."""
 
 
 def count(mask: Tensor) -> Tensor:
-    """Return how many are true, as the float64 in which steps are added up."""
+    """Return the number of true elements in float64, the dtype of the step's sums."""
     return mask.sum(dtype=torch.float64)
 
 
@@ -173,7 +173,7 @@ class ProteinTask(Task):
         self.vocabulary = self.process.vocabulary
         auto = 0.5 if config.vocab == "fragment" else 1.0
         self.chi_weight = auto if config.chi_weight == "auto" else config.chi_weight
-        # Where part of the sequence is always shown, its nats are nobody's: there is no bound.
+        # There is no bound if part of the sequence is never hidden: its nats are not counted.
         self.has_bound = config.use_discrete_diffusion or config.mask_ratio == 1
         self.baselines: dict[str, float] = {}
 
@@ -185,7 +185,7 @@ class ProteinTask(Task):
 
     @cached_property
     def split(self) -> Split:
-        """What is trained on and what is held out.
+        """The training chains and the held-out chains.
 
         Raises:
             DataError: naming the file, and the line where there is one.
@@ -206,11 +206,11 @@ class ProteinTask(Task):
         return self.split.train
 
     def eval_data(self) -> Chains | None:
-        """Return the held-out chains, shortest first: neighbours waste less padding."""
+        """Return the held-out chains, shortest first, so that batches need less padding."""
         return self.split.held_out if len(self.split.held_out) else None
 
     def order(self, data: Any, seed: int) -> Order | None:
-        """Visit chains of like length together."""
+        """Visit chains of similar length together."""
         if not self.config.group_by_length or not isinstance(data, Chains):
             return None
         return Grouped(data.lengths, self.config.batch_size, seed)
@@ -220,8 +220,10 @@ class ProteinTask(Task):
         return collate(samples)
 
     def banner(self, world: World, contract: Contract) -> list[str]:
-        """Say what the guide says at the start, and where the chains come from."""
-        config, plan, split = self.config, contract.plan, self.split
+        """Return the start-up lines of the guide, and where the chains come from."""
+        config = self.config
+        plan = contract.plan
+        split = self.split
         lines = [f"设备: {world.device}"]
         if world.size > 1:
             lines += [f"DDP 模式: 启用 (world_size={world.size})"]
@@ -242,7 +244,7 @@ class ProteinTask(Task):
     # --- model --------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
-        """Return the network; its weights depend on the seed alone."""
+        """Return the network; its weights depend only on the seed."""
         with untouched():
             seed_all(self.config.seed, "weights")
             return self.config.build_network()
@@ -254,16 +256,17 @@ class ProteinTask(Task):
         return AdamW(trained, lr=lr, weight_decay=self.config.weight_decay, fused=fused)
 
     def state(self) -> dict[str, Any]:
-        """Return what sampling from a checkpoint needs to know."""
+        """Return the settings that sampling from a checkpoint needs."""
         return {"config": self.config.model_dump(mode="json", include=NETWORK_FIELDS)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse to go on as something else than what was trained.
+        """Refuse a checkpoint of another network.
 
         Raises:
             ConfigError: with each changed setting, old and new.
         """
-        now, before = self.state()["config"], state["config"]
+        now = self.state()["config"]
+        before = state["config"]
         changed = [f"{k} {before[k]} -> {now[k]}" for k in sorted(now) if now[k] != before[k]]
         if changed:
             raise ConfigError(
@@ -272,7 +275,7 @@ class ProteinTask(Task):
             )
 
     def compile(self, model: nn.Module) -> None:
-        """Compile the layers, for chains of any length: two kinds, which the others reuse."""
+        """Compile the layers for chains of any length; all layers share two compiled kinds."""
         assert isinstance(model, ProteinNet)
         for layer in (*model.encoder, *model.decoder):
             layer.compile(dynamic=True)
@@ -280,7 +283,7 @@ class ProteinTask(Task):
     # --- loss ---------------------------------------------------------------------------------
 
     def _hide(self, batch: Batch, context: Context) -> Hidden:
-        """Hide some of the sequence: the same each time for a micro-batch of a step."""
+        """Hide part of the sequence; the same part each time for the same micro-batch and step."""
         x0 = self.vocabulary.tokens(batch["aatype"])
         u = spread(len(x0), context.place, context.seed, "t", context.step)
         t = to_device(self.process.times(u), x0.device)
@@ -299,7 +302,10 @@ class ProteinTask(Task):
     def loss(self, model: nn.Module, batch: Batch, context: Context) -> PartialLoss:
         """Return the mean over hidden residues plus the mean over their chi angles."""
         hidden = self._hide(batch, context)
-        t, x0, x_t, counted = hidden.t, hidden.x0, hidden.x_t, hidden.counted
+        t = hidden.t
+        x0 = hidden.x0
+        x_t = hidden.x_t
+        counted = hidden.counted
         coords = batch["coords"]
         if self.config.backbone_noise:
             generator = context.generator("backbone")
@@ -330,8 +336,10 @@ class ProteinTask(Task):
     def evaluate(
         self, model: nn.Module, batch: Batch, context: Context
     ) -> Mapping[str, tuple[Tensor, Tensor | float]]:
-        """Predict all residues at once from noise alone, then estimate the loss and the ELBO."""
-        aatype, coords, segment = batch["aatype"], batch["coords"], batch["segment"]
+        """Predict all residues at once from pure noise, then estimate the loss and the ELBO."""
+        aatype = batch["aatype"]
+        coords = batch["coords"]
+        segment = batch["segment"]
         known = (aatype != UNKNOWN)[..., None]
         x0 = self.vocabulary.tokens(aatype)
         x_T = self.process.noise(x0, context.generator("noise"))
@@ -360,7 +368,7 @@ class ProteinTask(Task):
         return measured
 
     def derive(self, means: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Add perplexities; keep the baselines, which no weights change, for the end."""
+        """Add perplexities; move the baselines, which do not depend on the weights, to the end."""
         found = dict(super().derive(means))
         nats = {
             "perplexity": found.pop("nats", math.nan),
@@ -376,23 +384,26 @@ class ProteinTask(Task):
     def finish_evaluation(
         self, model: nn.Module, context: Context, folder: str
     ) -> Mapping[str, float | Path]:
-        """Design some held-out chains step by step; write them as FASTA. Collective.
+        """Design some held-out chains step by step and write them as FASTA. Collective.
 
         Each rank designs its share. A design depends on its chain, the seed and the
         weights, not on the number of ranks.
         """
-        world, config, chains = context.world, self.config, self.split.held_out
+        world = context.world
+        config = self.config
+        chains = self.split.held_out
         baselines = {"uniform_perplexity": float(UNKNOWN), **self.baselines}
         num = min(config.num_designs, len(chains))
         if not num:
             return baselines
         assert isinstance(model, ProteinNet)
-        rows, texts = [], []
+        rows = []
+        texts = []
         with evaluating(model):
             for first in range(0, num, world.size):
                 context.raise_if_stopping()
                 index = first + world.rank
-                if index >= num:  # the last round has fewer chains than there are ranks
+                if index >= num:  # the last round has fewer chains than ranks
                     continue
                 chain = chains.chain(index * len(chains) // num)
                 made = design(

@@ -1,9 +1,9 @@
-"""Images with their labels, in VOC's layout or CamVid's, as samples by index.
+"""Images with labels in the layout of VOC or CamVid.
 
-Owns: which files a split has, what each `--dataset` mode reads of them, checking and
-augmenting a sample. Does not own: the order of samples, batches, devices; pixels and
-labels stay uint8 here. Augmentation draws from Python's `random`, which the loader
-seeds by (seed, epoch, sample).
+Owns: the files of a split, which of them each `--dataset` mode reads, checking and
+augmenting a sample. Does not own: the order of samples, batches, devices. Pixels and
+labels stay uint8 here. Augmentation uses Python's `random`, which the loader seeds by
+(seed, epoch, sample).
 """
 
 import math
@@ -41,7 +41,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "ScribblePseudoDsDc": ("scribble", "pseudo", "ds", "dc"),
     "Full": ("mask",),
 }
-"""What each mode reads beside the image: scribbles, pseudo-labels, their distance maps, masks."""
+"""The planes that each mode reads: scribbles, pseudo-labels, their distance maps, masks."""
 
 VOC_FOLDERS = {
     "image": "JPEGImages",
@@ -57,10 +57,10 @@ CLASS_NAMES = {
     "motorbike person pottedplant sheep sofa train tvmonitor",
     11: "sky building pole road pavement tree sign fence car pedestrian bicyclist",
 }
-"""Of VOC and of CamVid, by how many there are."""
+"""Class names of VOC and of CamVid, by their number."""
 MAPS = ("ds", "dc")
 MEAN_COLOUR = (124, 116, 104)
-"""ImageNet's mean, in bytes: what lies outside an image."""
+"""The mean of ImageNet in bytes: the colour outside an image."""
 
 Plane = NDArray[np.uint8]
 T = TypeVar("T")
@@ -68,20 +68,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The samples of one split: their files, and what their labels mean."""
+    """The samples of one split: their files, and the meaning of their labels."""
 
     root: Path
     names: tuple[str, ...]
-    """File names without folder and suffix."""
+    """File names, without folder and suffix."""
     origins: tuple[str, ...]
-    """Where each name comes from, to be said when something is wrong with it."""
+    """Where each name comes from, for error messages."""
     folders: Mapping[str, Path]
-    """The folders there are, by what they hold."""
+    """The existing folders, by kind of content."""
     num_classes: int
     void: int
-    """The index that means "do not know"; 255 always does."""
+    """The index that means "unlabelled"; 255 always does."""
     background: int | None
-    """The class that is not an object, if there is one."""
+    """The background class, if there is one."""
     suffixes: Mapping[str, str]
 
     def path(self, kind: str, index: int) -> Path:
@@ -90,7 +90,7 @@ class Listing:
 
 
 def is_camvid(root: Path) -> bool:
-    """Say whether `root` is laid out as CamVid is: train/ and trainannot/."""
+    """Return whether `root` has the layout of CamVid: train/ and trainannot/."""
     return (root / "trainannot").is_dir()
 
 
@@ -110,18 +110,22 @@ def open_split(
     if not root.is_dir():
         raise DataError(
             f"the data folder {root} does not exist",
-            "check --dataset_path, or set LOCKSTEP_REHEARSAL=1 to train on shapes made on the spot",
+            "check --dataset_path, or set LOCKSTEP_REHEARSAL=1 to train on generated shapes",
         )
     if is_camvid(root):
         places = {"image": split, "mask": f"{split}annot", "scribble": f"{split}scribble"}
         places["pseudo"] = pseudo or f"{split}pseudo"
         names, origins, suffixes = _names_in(root / split)
-        classes, default_void, background = num_classes or 11, None, None
+        classes = num_classes or 11
+        default_void = None
+        background = None
     else:
         places = VOC_FOLDERS | ({"pseudo": pseudo} if pseudo else {})
         names, origins = _names_listed(root / VOC_LISTS / f"{split}.txt")
         suffixes = {"image": ".jpg"}
-        classes, default_void, background = num_classes or 21, IGNORE, 0
+        classes = num_classes or 21
+        default_void = IGNORE
+        background = 0
     folders = {kind: root / name for kind, name in places.items() if (root / name).is_dir()}
     if default_void is None:
         default_void = classes
@@ -138,7 +142,7 @@ def open_split(
 
 
 def _names_listed(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Read names off a list, one a line; a line may also give the image's path, as VOC's do."""
+    """Read a list of names, one per line; a line may also give the image's path, as in VOC."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -172,7 +176,7 @@ def _names_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], dict[str,
 
 
 def choose_mode(mode: str, listing: Listing) -> str:
-    """Return the mode to train in: "auto" takes the richest that the folders allow.
+    """Return the mode to train in: "auto" chooses the richest that the folders allow.
 
     Raises:
         DataError: if a folder that the mode needs is missing.
@@ -195,10 +199,10 @@ def choose_mode(mode: str, listing: Listing) -> str:
 
 
 def check_files(listing: Listing, kinds: Iterable[str]) -> None:
-    """Look for every file a split will need.
+    """Check that every file of a split exists.
 
     Raises:
-        DataError: naming the first that is missing and the line that lists it.
+        DataError: naming the first missing file and the line that lists it.
     """
     needed = [kind for kind in ("image", *kinds) if kind in listing.folders]
     for index, origin in enumerate(listing.origins):
@@ -216,17 +220,17 @@ def _missing(path: Path, origin: str) -> DataError:
 
 @dataclass(frozen=True, slots=True)
 class Augment:
-    """How a training sample is varied, and the size it gets."""
+    """Random augmentation of a training sample, and its size."""
 
     crop: tuple[int, int] = (465, 465)
     """Height and width."""
     scale: tuple[float, float] = (0.5, 2.0)
     degrees: float = 10.0
     blur: float = 1.5
-    """The largest radius; every second image is blurred."""
+    """Largest blur radius; half of the images are blurred."""
 
     def __call__(self, image: Image.Image, planes: dict[str, Plane]) -> dict[str, Plane]:
-        """Scale, rotate, flip, blur and crop an image and its planes alike."""
+        """Scale, rotate, flip, blur and crop an image, and its planes in the same way."""
         warp = self._draw_warp(image.size)
         size = self.crop[::-1]
 
@@ -249,23 +253,24 @@ class Augment:
         scale = random.uniform(*self.scale)
         angle = math.radians(random.uniform(-self.degrees, self.degrees))
         mirror = random.choice((1, -1))
-        # The crop's centre, from the image's centre, in pixels of the scaled image: wherever the
-        # one fits into the other.
+        # Offset of the crop's centre from the image's, in pixels of the scaled image: anywhere
+        # that keeps the smaller of the two inside the larger.
         slack = [(scale * n - c) / 2 for n, c in zip(size, self.crop[::-1], strict=True)]
         shift = [
             random.uniform(-abs(s), abs(s)) - c / 2
             for s, c in zip(slack, self.crop[::-1], strict=True)
         ]
-        cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
+        cos = math.cos(angle) / scale
+        sin = math.sin(angle) / scale
         rows = ((mirror * cos, -mirror * sin), (sin, cos))
         moved = [a * shift[0] + b * shift[1] + n / 2 for (a, b), n in zip(rows, size, strict=True)]
         return (*rows[0], moved[0], *rows[1], moved[1])
 
 
 class SegmentationData:
-    """Samples as uint8 tensors: "image" (3, H, W), and what the kinds ask for, (H, W) each.
+    """Samples as uint8 tensors: "image" (3, H, W), and a plane (H, W) for each kind.
 
-    "label" holds the labels to be trusted: scribbles, or the mask.
+    "label" holds the reliable labels: scribbles, or the mask.
     """
 
     def __init__(
@@ -294,19 +299,20 @@ class SegmentationData:
         return str(self.listing.path("image", index))
 
     def fingerprint(self) -> list[str]:
-        """Return what changes with each sample: its name, its image, its labels."""
+        """Return a text per sample that changes with its name, image or labels."""
         listing = self.listing
         kinds = [k for k in ("image", *self.kinds) if k in listing.folders]
         files = [[listing.path(kind, i) for kind in kinds] for i in range(len(self))]
         return file_prints(list(zip(listing.names, files, strict=True)))
 
     def read(self, index: int) -> tuple[Image.Image, dict[str, Plane]]:
-        """Return an image and its planes as they are in the files, or as computed from others.
+        """Return an image and its planes, read from files or computed from other planes.
 
         Raises:
-            DataError: naming the file, and the line that lists it, if they do not fit.
+            DataError: naming the file and the line that lists it, if the sizes differ.
         """
-        listing, origin = self.listing, self.listing.origins[index]
+        listing = self.listing
+        origin = listing.origins[index]
         image = _decode(listing.path("image", index), origin, lambda opened: opened.convert("RGB"))
 
         def plane(kind: str) -> Plane:
@@ -334,7 +340,7 @@ class SegmentationData:
         return image, planes
 
     def without_bad(self) -> tuple["SegmentationData", list[str]]:
-        """Return the samples that can be read, and what is wrong with each of the others."""
+        """Return the readable samples, and the error of each of the others."""
 
         def problem(index: int) -> str:
             try:
@@ -349,8 +355,8 @@ class SegmentationData:
         good = [index for index, text in enumerate(problems) if not text]
         if not good:
             raise DataError(
-                f"every sample of {listing.root} is bad, the first because {problems[0]}",
-                "look at the data set as a whole before skipping on",
+                f"every sample of {listing.root} is unreadable, the first because {problems[0]}",
+                "check the whole data set before skipping samples",
             )
         names, origins = (
             tuple(values[index] for index in good) for values in (listing.names, listing.origins)
@@ -384,7 +390,7 @@ def _single_channel(path: Path, origin: str, opened: Image.Image) -> Plane:
 
 
 def _checked(labels: Labels, listing: Listing, path: Path, origin: str) -> Labels:
-    """Turn the void index into 255, and refuse a label that is no class."""
+    """Replace the void index by 255, and refuse labels that are not a class."""
     known = np.where(labels == listing.void, IGNORE, labels).astype(np.uint8)
     wrong = (known >= listing.num_classes) & (known != IGNORE)
     if wrong.any():

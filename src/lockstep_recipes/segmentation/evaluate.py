@@ -1,7 +1,7 @@
-"""What is measured and drawn: a confusion matrix, windows over scales, pictures.
+"""Metrics and pictures: the confusion matrix, sliding windows at several scales, colours.
 
 Owns: IoU and accuracy, the sliding-window prediction, the colours of classes. Does not
-own: which images are held out, nor when to look at them.
+own: which images are held out, or when to evaluate.
 
 Shapes: H x W pixels, K classes.
 """
@@ -24,20 +24,20 @@ from lockstep_recipes.tables import placed
 
 MEAN = torch.tensor((0.485, 0.456, 0.406), dtype=torch.float64)[:, None, None]
 STD = torch.tensor((0.229, 0.224, 0.225), dtype=torch.float64)[:, None, None]
-"""Of ImageNet, which published weights were trained on."""
+"""Mean and deviation of ImageNet, for which published weights were trained."""
 TEST_SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 TEST_WINDOW = 465
 
 
 def normalise(image: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn bytes (B, 3, H, W) into what the network sees."""
+    """Turn bytes (B, 3, H, W) into normalised network input."""
     mean, std = (placed(v, image.device, dtype) for v in (MEAN, STD))
     scaled = (image.to(dtype) / 255 - mean) / std
     return scaled.contiguous(memory_format=torch.channels_last)
 
 
 def count_pixels(predicted: Tensor, truth: Tensor, num_classes: int) -> Tensor:
-    """Count the pixels of class t (row) that were taken for class p (column); 255 is left out."""
+    """Count the pixels of class t (row) that were predicted as class p (column), without 255."""
     k = num_classes
     pairs = torch.where(truth == IGNORE, k * k, truth.long() * k + predicted)
     return torch.bincount(pairs.flatten(), minlength=k * k + 1)[:-1].view(k, k)
@@ -46,9 +46,10 @@ def count_pixels(predicted: Tensor, truth: Tensor, num_classes: int) -> Tensor:
 def read_confusion(matrix: Tensor) -> dict[str, float]:
     """Return mIoU, pixel accuracy and each class's IoU from counts of pixels, or shares.
 
-    Classes that neither occur nor were predicted have no IoU, and no part in the mean.
+    Classes that neither occur nor were predicted have no IoU and do not enter the mean.
     """
-    hit, union = matrix.diag(), matrix.sum(0) + matrix.sum(1) - matrix.diag()
+    hit = matrix.diag()
+    union = matrix.sum(0) + matrix.sum(1) - hit
     seen = union > 0
     iou = hit / torch.where(seen, union, 1)
     total = float(matrix.sum())
@@ -61,13 +62,13 @@ def read_confusion(matrix: Tensor) -> dict[str, float]:
 
 
 def class_names(num_classes: int) -> Sequence[str]:
-    """Return what VOC's or CamVid's classes are called, or numbers."""
+    """Return the class names of VOC or CamVid, or numbers for another data set."""
     known = CLASS_NAMES.get(num_classes)
     return known.split() if known else [f"{index:02d}" for index in range(num_classes)]
 
 
 def window_starts(length: int, window: int) -> list[int]:
-    """Return where windows begin along one side: two thirds apart, the last one at the end.
+    """Return the window starts along one side: two thirds of a window apart, the last at the end.
 
     >>> window_starts(1000, 465), window_starts(300, 465)
     ([0, 310, 535], [0])
@@ -85,7 +86,7 @@ def predict_in_windows(
     """Return the mean class probabilities (K, H, W) of a normalised image (3, H, W).
 
     At each scale, windows slide over the image and overlap; a pixel's probability is the
-    mean over the windows that see it, then over scales.
+    mean over the windows that cover it, then over scales.
     """
     size = image.shape[1:]
     total = torch.zeros(())
@@ -94,7 +95,8 @@ def predict_in_windows(
         scaled = F.interpolate(image[None], scaled_size, mode="bilinear", align_corners=False)
         padding = [max(0, window - n) for n in scaled_size]
         scaled = F.pad(scaled, (0, padding[1], 0, padding[0]))  # 0 is ImageNet's mean
-        summed, seen = torch.zeros(()), scaled.new_zeros(scaled.shape[2:])
+        summed = torch.zeros(())
+        seen = scaled.new_zeros(scaled.shape[2:])
         for top in window_starts(scaled.shape[2], window):
             for left in window_starts(scaled.shape[3], window):
                 here = slice(top, top + window), slice(left, left + window)
@@ -110,7 +112,7 @@ def predict_in_windows(
 
 
 def palette() -> NDArray[np.uint8]:
-    """Return VOC's colour for each index: the bits of the index, spread over red, green, blue."""
+    """Return VOC's colour of each index: its bits, distributed over red, green and blue."""
     index = np.arange(256)
     colours = np.zeros((256, 3), dtype=np.uint8)
     for triple in range(3):
@@ -121,7 +123,7 @@ def palette() -> NDArray[np.uint8]:
 
 
 def draw_rows(rows: Sequence[tuple[NDArray[np.uint8], ...]], file: Path | BinaryIO) -> None:
-    """Write a PNG: one row per image, with its truth and its prediction in colours."""
+    """Write a PNG with a row per image: the image, its truth and its prediction."""
     colours = palette()
     strips = []
     for image, *maps in rows:

@@ -1,4 +1,4 @@
-"""The flags of the segmentation recipe, translated to a task and a run config and nothing more."""
+"""The flags of the segmentation recipe, and their translation to a task and a run config."""
 
 import argparse
 import re
@@ -19,7 +19,7 @@ REHEARSAL_IMAGES = 128
 
 
 def flags() -> Flags:
-    """Return the parser: the guide's flags under their own names, then ours."""
+    """Return the parser: the flags of the guide under its names, then our own."""
     parser = Flags(
         "segmentation",
         "Train a dilated ResNet with ASPP and LoRM to segment, from scribbles or from masks.",
@@ -39,7 +39,7 @@ def flags() -> Flags:
     add("--lr", type=float, default=1e-3, help="learning rate for one GPU; see --lr_scaling")
     add("--layers", type=int, choices=BLOCKS, help="layers of the ResNet (default: 50)")
     add("--model_type", help="resN_ASPP_lorm or resN_ASPP, with N layers")
-    weights = "local ImageNet weights of the ResNet, used if it exists"
+    weights = "local file of ImageNet weights; random weights if it does not exist"
     add("--model_path", dest="backbone_weights", type=Path, help=weights)
     add("--width", type=int, default=64, help="channels of the first stage")
     voc = "dataset/ScribbleSup/VOC2012"
@@ -95,7 +95,7 @@ def flags() -> Flags:
 
 
 def build(argv: Sequence[str]) -> tuple[SegmentationTask, RunConfig]:
-    """Turn the command line into what `fit` takes."""
+    """Turn the command line into the arguments of `fit`."""
     args = flags().read(argv)
     args.model_type, args.layers, args.lorm = choose_model(args.model_type, args.layers)
     args.output_dir = args.output_dir or f"./log/{args.model_type}"
@@ -105,7 +105,10 @@ def build(argv: Sequence[str]) -> tuple[SegmentationTask, RunConfig]:
         raise ConfigError(problem, "pass --crop_size 465")
     if is_rehearsal():
         rehearse(args, "res18 of width 8 at 33 px", f"{args.model_type} at {args.crop[0]} px")
-        args.layers, args.width, args.crop, args.backbone_weights = 18, 8, [33], None
+        args.layers = 18
+        args.width = 8
+        args.crop = [33]
+        args.backbone_weights = None
         args.num_pictures = min(args.num_pictures, 2)
         if not Path(args.data).exists():
             folder = Path(args.output_dir) / "sample_data"
@@ -131,7 +134,7 @@ def build(argv: Sequence[str]) -> tuple[SegmentationTask, RunConfig]:
 
 
 def check_launch(args: argparse.Namespace) -> None:
-    """Refuse processes that were not asked for, another number than claimed, another place."""
+    """Refuse processes without --distributed, a wrong --world_size, and other --dist_url."""
     size = launched().size
     if size > 1 and not args.distributed:
         problem = f"{size} processes were started without --distributed"
@@ -139,7 +142,7 @@ def check_launch(args: argparse.Namespace) -> None:
     if args.world_size is not None and args.world_size != size:
         raise ConfigError(
             f"--world_size {args.world_size}, but {size} processes were started",
-            "leave --world_size out: the launcher says it",
+            "leave out --world_size; the launcher sets it",
         )
     if args.dist_url != "env://":
         raise ConfigError(
@@ -155,7 +158,7 @@ def choose_model(model_type: str | None, layers: int | None) -> tuple[str, int, 
     ('res101_ASPP_lorm', 101, True)
 
     Raises:
-        ConfigError: if there is no such model, or the two contradict each other.
+        ConfigError: for an unknown model, or if the two contradict each other.
     """
     model_type = model_type or f"res{layers or 50}_ASPP_lorm"
     found = re.fullmatch(r"res(\d+)_ASPP(_lorm)?", model_type)

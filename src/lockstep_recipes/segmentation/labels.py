@@ -1,7 +1,7 @@
-"""What is derived from labels: distances, distance maps, scribbles.
+"""Planes derived from labels: distances, distance maps, scribbles.
 
-Owns: the exact Euclidean distance transform and what is made with it. Pure: arrays
-in, arrays out. Labels are class indices in uint8, 255 where nothing is known.
+Owns: the exact Euclidean distance transform and its uses. All functions are pure, from
+arrays to arrays. Labels are class indices in uint8, 255 where unlabelled.
 """
 
 import math
@@ -12,9 +12,9 @@ from PIL import Image, ImageDraw
 
 IGNORE = 255
 SCRIBBLE_LAMBDA = math.e
-"""The distance at which the scribble map ends is 255 / sqrt(lambda): 155 pixels."""
+"""The scribble map reaches 0 at a distance of 255 / sqrt(lambda): 155 pixels."""
 CONTOUR_LAMBDA = math.e**6
-"""Likewise for the contour map: 13 pixels."""
+"""The contour map reaches 255 at 13 pixels, by the same formula."""
 
 Labels = NDArray[np.uint8]
 
@@ -22,9 +22,9 @@ Labels = NDArray[np.uint8]
 def distances(points: NDArray[np.bool_], limit: float = math.inf) -> NDArray[np.float64]:
     """Return each pixel's Euclidean distance to the nearest True pixel, exactly.
 
-    First the distance within each column, then for every pixel the least of
-    (steps aside)² + (column's distance)² over ever more steps aside, until further
-    steps cannot be nearer. Distances beyond `limit`, or to nothing, are infinite.
+    First the distance within each column; then, for every pixel, the minimum of
+    (column offset)² + (distance within that column)² over growing offsets, until larger
+    offsets cannot be nearer. Distances beyond `limit`, or to nothing, are infinite.
 
     >>> distances(np.array([[True, False, False], [False, False, False]]))[1].round(2).tolist()
     [1.0, 1.41, 2.24]
@@ -49,20 +49,20 @@ def distances(points: NDArray[np.bool_], limit: float = math.inf) -> NDArray[np.
 
 
 def is_foreground(labels: Labels, background: int | None) -> NDArray[np.bool_]:
-    """Say where a labelled pixel is not background; without one, where it is labelled."""
+    """Return the labelled pixels that are not background, if there is a background class."""
     known: NDArray[np.bool_] = labels != IGNORE
     return known if background is None else known & (labels != background)
 
 
 def scribble_map(scribble: Labels, background: int | None) -> NDArray[np.uint8]:
-    """Return 255 on scribbled foreground, fading to 0 with the distance to it."""
+    """Return 255 on scribbled foreground, falling to 0 with the distance from it."""
     scale = math.sqrt(SCRIBBLE_LAMBDA)
     distance = distances(is_foreground(scribble, background), limit=255 / scale + 1)
     return (255 - np.clip(scale * distance, 0, 255)).round().astype(np.uint8)
 
 
 def contour_map(labels: Labels) -> NDArray[np.uint8]:
-    """Return 0 on the contours of `labels`, rising to 255 with the distance to them."""
+    """Return 0 on the contours of `labels`, rising to 255 with the distance from them."""
     contour = np.zeros(labels.shape, dtype=bool)
     for axis in (0, 1):
         rolled = np.moveaxis(labels, axis, 0)
@@ -76,16 +76,16 @@ def contour_map(labels: Labels) -> NDArray[np.uint8]:
 
 
 def scribble_of(mask: Labels, seed: int, strokes: int = 2, width: int = 3) -> Labels:
-    """Draw what an annotator might: strokes through the thick of each class of a dense mask.
+    """Imitate an annotator: draw strokes through the thickest parts of each class of a mask.
 
-    Every scribbled pixel carries the mask's class; all others are 255.
+    Every scribbled pixel has the mask's class; all others are 255.
     """
     rng = np.random.default_rng(seed)
     scribble = np.full_like(mask, IGNORE)
     for label in np.unique(mask[mask != IGNORE]):
         rows, columns = (np.flatnonzero((mask == label).any(axis=axis)) for axis in (1, 0))
         box = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
-        inside = np.pad(mask[box] == label, 1)  # the edge of the image is an edge of the region
+        inside = np.pad(mask[box] == label, 1)  # the border of the image bounds the region
         depth = distances(~inside)[1:-1, 1:-1]
         core = np.argwhere(depth >= 0.6 * depth.max())
         canvas = Image.new("1", depth.shape[::-1])

@@ -1,8 +1,8 @@
-"""The network: a ResNet that keeps an eighth of the resolution, ASPP on top, LoRM beside it.
+"""The network: a ResNet with an output stride of 8, ASPP on top, and LoRM beside it.
 
-Owns: the layers, their names (the trunk's are torchvision's, so that published
-weights load), the grid of the features, LoRM's error. Does not own: any label but
-where LoRM is to look, or the other losses.
+Owns: the layers, their names (the trunk's are torchvision's, so that published weights
+load), the feature grid, LoRM's error. Does not own: the other losses, or labels, except
+the foreground that LoRM needs.
 
 Shapes: B images, H x W pixels, h x w positions on the grid, N = h w, C channels, K classes.
 """
@@ -29,7 +29,7 @@ ASPP_RATES = (12, 18, 24)
 
 
 def conv3x3(inside: int, out: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
-    """Return a 3x3 convolution that keeps the size, but for its stride."""
+    """Return a 3x3 convolution that keeps the size, apart from its stride."""
     return nn.Conv2d(inside, out, 3, stride, padding=dilation, dilation=dilation, bias=False)
 
 
@@ -39,7 +39,7 @@ def conv1x1(inside: int, out: int, stride: int = 1) -> nn.Conv2d:
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut: ResNet 18 and 34."""
+    """Two 3x3 convolutions and a shortcut: ResNet 18 and 34."""
 
     expansion = 1
 
@@ -58,7 +58,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 around a shortcut; the stride sits on the first 1x1."""
+    """1x1, 3x3 and 1x1 convolutions and a shortcut; the first 1x1 has the stride."""
 
     expansion = 4
 
@@ -89,8 +89,8 @@ def _shortcut(inside: int, out: int, stride: int) -> nn.Sequential | None:
 class ResNet(nn.Module):
     """The trunk: (B, 3, H, W) to (B, C, h, w).
 
-    The third and fourth stage dilate instead of striding: by 2, and by 4, 8, 16.
-    `width` is the channels of the first stage; published weights have 64.
+    The third and fourth stage use dilation instead of stride: 2, and 4, 8, 16.
+    `width` is the number of channels of the first stage; published weights have 64.
     """
 
     def __init__(self, layers: int = 50, width: int = 64) -> None:
@@ -131,30 +131,30 @@ class ResNet(nn.Module):
 
 
 def feature_size(pixels: int) -> int:
-    """Return the positions that `pixels` leave on the grid: position i stands on pixel 8 i.
+    """Return the number of grid positions for `pixels`: position i is at pixel 8 i.
 
     >>> feature_size(465)
     59
     """
     halved = -(-pixels // 2)  # 7x7, stride 2, padding 3
-    pooled = halved // 2 + 1  # 3x3, stride 2, padding 1, the last window may hang over
+    pooled = halved // 2 + 1  # 3x3, stride 2, padding 1; the last window may overlap the border
     return -(-pooled // 2)
 
 
 def shrink_labels(labels: Tensor) -> Tensor:
-    """Take the label that stands at each position of the grid: (B, H, W) to (B, h, w)."""
+    """Return the label at each grid position: (B, H, W) to (B, h, w)."""
     rows, columns = (grid_pixels(n, labels.device) for n in labels.shape[-2:])
     return labels[:, rows[:, None], columns]
 
 
 @lru_cache(maxsize=256)
 def grid_pixels(pixels: int, device: torch.device) -> Tensor:
-    """Return the pixel that each position of the grid stands on."""
+    """Return the pixel of each grid position."""
     return torch.linspace(0, pixels - 1, feature_size(pixels), device=device).round().long()
 
 
 class ASPP(nn.Module):
-    """Atrous spatial pyramid pooling, every branch straight to the classes: (B, K, h, w)."""
+    """Atrous spatial pyramid pooling; every branch maps directly to the classes: (B, K, h, w)."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
@@ -180,11 +180,11 @@ def _normalised(conv: nn.Conv2d) -> nn.Sequential:
 
 
 class LoRM(nn.Module):
-    """Localization rectification: how far features are from their attention-weighted prototypes.
+    """Localization rectification: the distance of features from attention-weighted prototypes.
 
     With q = Wq x and k = Wk x, A_ij = softmax_j cos(q_i, k_j): position i of the
     foreground should look like gamma sum_j A_ij x_j. The error is the squared distance
-    per channel, so that it means the same for every width.
+    per channel, so that it does not depend on the width.
     """
 
     def __init__(self, channels: int) -> None:
@@ -205,7 +205,7 @@ class LoRM(nn.Module):
 
 
 def widen(x: Tensor) -> Tensor:
-    """Return `x` in float32 at least: sums of bf16 lose what they count."""
+    """Return `x` in at least float32: sums in bf16 are too coarse."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -222,7 +222,7 @@ class SegmentationNet(nn.Module):
         self.lorm = LoRM(self.backbone.channels) if lorm else None
 
     def forward(self, image: Tensor, foreground: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the logits (B, K, H, W) and LoRM's summed error, 0 where it was not asked for."""
+        """Return the logits (B, K, H, W) and LoRM's summed error, 0 without `foreground`."""
         x = self.backbone(image)
         logits = widen(self.head(x))
         logits = F.interpolate(logits, image.shape[2:], mode="bilinear", align_corners=True)
@@ -231,15 +231,15 @@ class SegmentationNet(nn.Module):
         return logits, self.lorm(x, foreground)
 
     def as_channels_last(self) -> Self:
-        """Lay the weights out as convolutions like them best."""
+        """Use the memory layout in which convolutions are fastest."""
         return self.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
 def load_backbone(backbone: ResNet, path: Path) -> None:
-    """Load published ResNet weights from a local file; the classifier's are left out.
+    """Load published ResNet weights from a local file, without the classifier.
 
     Raises:
-        DataError: if the file is no such set of weights, or one of another ResNet.
+        DataError: if the file does not hold the weights of this ResNet.
     """
     try:
         if path.suffix == ".safetensors":
@@ -250,7 +250,7 @@ def load_backbone(backbone: ResNet, path: Path) -> None:
             stored = torch.load(path, map_location="cpu", weights_only=True)
         stored = {name: value for name, value in stored.items() if not name.startswith("fc.")}
         backbone.load_state_dict(stored)
-    except Exception as error:  # unpicklers and parsers raise whatever they like
+    except Exception as error:  # unpicklers and parsers raise all kinds of errors
         reason = str(error).splitlines()[0]
         raise DataError(
             f"{path} does not hold the weights of this ResNet: {reason}",

@@ -1,6 +1,6 @@
-"""Shapes with masks, scribbles and pseudo-labels, made on the spot in VOC's layout.
+"""Generated shapes with masks, scribbles and pseudo-labels, in VOC's layout.
 
-Owns: drawing them, the same for the same seed. Does not own: reading them back.
+Owns: drawing them, reproducibly from a seed. Does not own: reading them back.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from lockstep_recipes.segmentation.labels import IGNORE, Labels, scribble_of
 
 Plane = NDArray[np.float64]
 
-# Where each class's shape is, from coordinates in units of its radius; class 0 is background.
+# Each function tests whether a point is inside, in units of the radius; class 0 is background.
 SHAPES: tuple[Callable[[Plane, Plane], NDArray[np.bool_]], ...] = (
     lambda x, y: x**2 + y**2 < 1,
     lambda x, y: np.maximum(abs(x), abs(y)) < 0.85,
@@ -33,7 +33,7 @@ def make_shapes(
 ) -> Path:
     """Write `num` training and `num_val` validation images of about `size` pixels a side.
 
-    A folder that holds exactly this set is left alone.
+    A folder that already holds exactly this set is kept.
 
     Raises:
         DataError: if the folder holds anything else.
@@ -63,7 +63,7 @@ def _write(folder: Path, num: int, num_val: int, size: int, seed: int) -> None:
 
 
 def draw(size: int, rng: np.random.Generator) -> tuple[NDArray[np.uint8], Labels]:
-    """Draw one to three shapes on a noisy ground; return the image and its mask."""
+    """Draw one to three shapes on a noisy background; return the image and its mask."""
     height, width = (int(n) for n in rng.integers(size, size + size // 4 + 1, 2))
     y, x = (plane.astype(np.float64) for plane in np.mgrid[0:height, 0:width])
     mask = np.zeros((height, width), dtype=np.uint8)
@@ -80,7 +80,7 @@ def draw(size: int, rng: np.random.Generator) -> tuple[NDArray[np.uint8], Labels
 
 
 def _guess(mask: Labels, rng: np.random.Generator) -> Labels:
-    """Return a pseudo-label as a first network might give: a little off, unsure in one corner."""
+    """Imitate the pseudo-label of a first network: slightly shifted, and unsure in one corner."""
     guess = np.roll(mask, tuple(int(n) for n in rng.integers(-2, 3, 2)), axis=(0, 1))
     row, column = (int(rng.integers(0, n - n // 6)) for n in mask.shape)
     guess[row : row + mask.shape[0] // 6, column : column + mask.shape[1] // 6] = IGNORE

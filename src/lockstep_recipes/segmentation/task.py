@@ -1,7 +1,7 @@
-"""Scribble segmentation as a task: five terms, each a mean over units of its own.
+"""Scribble segmentation as a task: five loss terms, each a mean over its own units.
 
-Owns: the terms and their weights, what an evaluation measures, says and draws. Does
-not own: the network, the files, the loop.
+Owns: the terms and their weights, and the metrics, log lines and pictures of an evaluation.
+Does not own: the network, the files, the loop.
 
 L = l_segs   mean over scribbled pixels of        cross-entropy
   + l_pesudo mean over pseudo-labelled pixels of  smoothed cross-entropy
@@ -9,8 +9,8 @@ L = l_segs   mean over scribbled pixels of        cross-entropy
   + l_dc     mean over pixels off contours of     entropy x d_c / 255
   + l_lorm   mean over foreground positions of    LoRM's error
 
-Scribbled pixels differ wildly between images, so each mean is over the whole step:
-the core counts first, and a rank without a scribble adds nothing and waits for nobody.
+The number of scribbled pixels differs a lot between images, so each mean is over the whole
+step: `weights` counts first. A rank without a scribble contributes zero.
 """
 
 import sys
@@ -58,14 +58,14 @@ Batch = Mapping[str, Tensor]
 
 
 class SegmentationConfig(BaseModel):
-    """Everything that makes one segmentation run differ from another, the loop aside."""
+    """All settings of the task."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     data: Path = Path("dataset/ScribbleSup/VOC2012")
     mode: str = "auto"
     pseudo: str | None = None
-    """The folder of pseudo-labels, if it has another name than usual."""
+    """Folder of pseudo-labels, if it does not have the usual name."""
     num_classes: int | None = Field(default=None, ge=2, le=IGNORE)
     void: int | None = Field(default=None, ge=0, le=IGNORE)
     on_bad_sample: Literal["stop", "skip"] = "stop"
@@ -103,11 +103,11 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, smooth: float = 0.0) -> Te
     each = F.cross_entropy(
         logits, labels.long(), ignore_index=IGNORE, reduction="none", label_smoothing=smooth
     )
-    return each.sum()  # apart: on a GPU the two in one add in another order each time
+    return each.sum()  # separate: the fused reduction is not deterministic on a GPU
 
 
 def _sees_others(model: nn.Module, world: World) -> bool:
-    """Say whether batch normalisation is over more images than this rank's."""
+    """Return whether batch normalisation covers the images of other ranks too."""
     return world.size > 1 and any(isinstance(m, SyncBatchNorm) for m in model.modules())
 
 
@@ -132,7 +132,7 @@ class SegmentationTask(Task):
 
     @cached_property
     def listings(self) -> tuple[Listing, Listing]:
-        """What is trained on and what is held out.
+        """The training split and the held-out split.
 
         Raises:
             DataError: if a folder, a list or a file is missing.
@@ -155,12 +155,12 @@ class SegmentationTask(Task):
 
     @cached_property
     def mode(self) -> str:
-        """What is read beside the images, with "auto" decided."""
+        """The kind of labels to train on, with "auto" resolved."""
         return choose_mode(self.config.mode, self.listings[0])
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are, background included."""
+        """Number of classes, including the background."""
         return self.listings[0].num_classes
 
     def train_data(self) -> SegmentationData:
@@ -170,7 +170,7 @@ class SegmentationTask(Task):
         return self._open(self.listings[0], MODES[self.mode], augment)
 
     def eval_data(self) -> SegmentationData:
-        """Return the held-out images with their masks, as they are."""
+        """Return the held-out images with their masks, not augmented."""
         return self._open(self.listings[1], ("mask",), None)
 
     def _open(
@@ -180,14 +180,14 @@ class SegmentationTask(Task):
         if self.config.on_bad_sample == "stop":
             check_files(listing, kinds)
             return data
-        data, bad = data.without_bad()  # every rank looks at every sample: all drop the same
+        data, bad = data.without_bad()  # every rank checks every sample, so all skip the same ones
         self.skipped += bad
         return data
 
     # --- model --------------------------------------------------------------------------------
 
     def build_model(self) -> SegmentationNet:
-        """Return the network, its trunk from a local file where there is one."""
+        """Return the network; its trunk is loaded from a local file if there is one."""
         config = self.config
         model = SegmentationNet(self.num_classes, config.layers, config.width, config.lorm)
         if config.backbone_weights and config.backbone_weights.is_file():
@@ -195,15 +195,16 @@ class SegmentationTask(Task):
         return model.as_channels_last()
 
     def build_optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        """Return SGD with momentum; everything decays."""
-        config, parameters = self.config, list(model.parameters())
+        """Return SGD with momentum and weight decay on all parameters."""
+        parameters = list(model.parameters())
         fused = all(p.is_cuda for p in parameters)
-        momentum, decay = config.momentum, config.weight_decay
-        return SGD(parameters, lr, momentum, weight_decay=decay, fused=fused)
+        decay = self.config.weight_decay
+        return SGD(parameters, lr, self.config.momentum, weight_decay=decay, fused=fused)
 
     def banner(self, world: World, contract: Contract) -> list[str]:
-        """Say what is trained, from which weights, on which labels, at which rate."""
-        config, weights = self.config, self.config.backbone_weights
+        """Return the start-up lines: model, initial weights, labels, learning rate."""
+        config = self.config
+        weights = config.backbone_weights
         self._steps_per_epoch = contract.plan.steps_per_epoch
         start = "random weights"
         if weights:
@@ -222,7 +223,7 @@ class SegmentationTask(Task):
     # --- loss ---------------------------------------------------------------------------------
 
     def weights(self, batch: Batch, context: Context) -> dict[str, Tensor | float]:
-        """Count the units of each term that this data set mode has."""
+        """Count the units of each term that this mode has."""
         kinds = {"label": "segs", "pseudo": "pesudo"}
         counts = {kinds[k]: (batch[k] != IGNORE).sum() for k in kinds if k in batch}
         counts |= {k: (batch[k] > 0).sum() for k in ("ds", "dc") if k in batch}
@@ -231,7 +232,7 @@ class SegmentationTask(Task):
         return dict(counts)
 
     def loss(self, model: nn.Module, batch: Batch, context: Context) -> PartialLoss:
-        """Return the weighted sum of the terms, each divided by its units of the whole step."""
+        """Return the weighted sum of the terms, each divided by its units in the whole step."""
         config = self.config
         if len(batch["image"]) == 1 and not _sees_others(model, context.world):
             problem = "batch normalisation cannot train on a batch of one image"
@@ -256,7 +257,7 @@ class SegmentationTask(Task):
         return PartialLoss(total, 1.0, {n: (sums[n].detach(), counts[n]) for n in sums})
 
     def _foreground(self, batch: Batch) -> Tensor:
-        """Say which positions of the grid are labelled as an object: what LoRM looks at."""
+        """Return the grid positions that are labelled as an object, for LoRM."""
         labels = shrink_labels(batch["pseudo"] if "pseudo" in batch else batch["label"])
         known = labels != IGNORE
         background = self.listings[0].background
@@ -276,7 +277,7 @@ class SegmentationTask(Task):
         }
 
     def derive(self, means: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Read the IoUs off the matrix of all ranks' pixels."""
+        """Compute the IoUs from the confusion matrix of all ranks."""
         nothing = torch.zeros(self.num_classes, self.num_classes)
         measured = read_confusion(means.get("confusion", nothing))
         self._miou = measured["miou"]
@@ -285,17 +286,18 @@ class SegmentationTask(Task):
     def finish_evaluation(
         self, model: nn.Module, context: Context, folder: str
     ) -> Mapping[str, float | Path]:
-        """Let the first rank say the mIoU and draw predictions."""
+        """Log the mIoU and draw predictions, on the first rank."""
         name = f"samples/step_{context.step:08d}.png"
         if context.world.is_first:
-            self._say(self._miou, context.step, folder)
+            self._log(self._miou, context.step, folder)
             if self.config.num_pictures:
                 self._draw(model, context.world, folder, name)
         return {"predictions": Path(folder, name)} if self.config.num_pictures else {}
 
-    def _say(self, miou: float, step: int, folder: str) -> None:
-        """Print the origin's lines and keep them in `log.txt`."""
-        epoch, began = step // self._steps_per_epoch, self._began
+    def _log(self, miou: float, step: int, folder: str) -> None:
+        """Print the log lines of the guide and append them to `log.txt`."""
+        epoch = step // self._steps_per_epoch
+        began = self._began
         self._began = time.monotonic()
         line = f"Epoch[{epoch:02d}], iou_all[{miou:.4f}], time[{self._began - began:.1f}]s\n"
         with suppress(OSError):  # a closed output or a full disk must not end the run
@@ -304,7 +306,7 @@ class SegmentationTask(Task):
             append_text(folder, "log.txt", line)
 
     def _draw(self, model: nn.Module, world: World, folder: str, name: str) -> None:
-        """Write images, truths and predictions side by side; what fails must not end the run."""
+        """Draw images, truths and predictions side by side; a failure must not end the run."""
         data = SegmentationData(self.listings[1], ("mask",))
         num = min(self.config.num_pictures, len(data))
         rows = []
@@ -326,11 +328,12 @@ class SegmentationTask(Task):
         except OSError as error:
             warnings.warn(f"the picture was not saved: {error}", stacklevel=2)
 
-    # --- what a checkpoint remembers ----------------------------------------------------------
+    # --- checkpoints ----------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what rebuilds the network for `test.py`."""
-        config, listing = self.config, self.listings[0]
+        """Return the settings from which `test.py` rebuilds the network."""
+        config = self.config
+        listing = self.listings[0]
         return {
             "num_classes": listing.num_classes,
             "void": listing.void,

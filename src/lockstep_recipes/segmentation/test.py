@@ -1,7 +1,7 @@
 """`python -m lockstep_recipes.segmentation.test`: the final, multi-scale test of a checkpoint.
 
-Owns: rebuilding the network a checkpoint holds, predicting whole images in windows at
-several scales, writing masks. Runs on one process or, under torchrun, on several.
+Owns: rebuilding the network of a checkpoint, predicting whole images in windows at several
+scales, writing masks. Runs on one process or, under torchrun, on several.
 """
 
 import sys
@@ -47,7 +47,7 @@ def flags() -> Flags:
     add("--split", default="val")
     add("--scales", type=float, nargs="+", default=list(TEST_SCALES))
     add("--window", type=int, default=TEST_WINDOW)
-    add("--max_images", type=int, help="look at the first so many only")
+    add("--max_images", type=int, help="test only this many images")
     add("--output", type=Path, help="folder for masks (class indices) and pictures (colours)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--local_rank", type=int, help="accepted and ignored; the launcher's environment counts")
@@ -58,7 +58,7 @@ def load_network(path: Path) -> tuple[SegmentationNet, int]:
     """Rebuild the network of a checkpoint; return it with the index its labels ignore.
 
     Raises:
-        CheckpointError: if it is not there, not whole, or not of this recipe.
+        CheckpointError: if it is missing, damaged, or of another recipe.
     """
     checkpoint = CheckpointStore(path.parent, recipe=SegmentationTask.name).open(path)
     made = checkpoint.load("task")
@@ -75,7 +75,7 @@ def load_network(path: Path) -> tuple[SegmentationNet, int]:
 
 @torch.no_grad()
 def test_split(args: Namespace, world: World) -> dict[str, float]:
-    """Predict every image of the split, each on one rank; return what was measured. Collective."""
+    """Predict the split, each image on one rank, and return the metrics. Collective."""
     model, void = load_network(args.checkpoint)
     model = model.to(world.device).as_channels_last()
     num_classes = model.num_classes
@@ -104,12 +104,12 @@ def test_split(args: Namespace, world: World) -> dict[str, float]:
                 )
                 Image.fromarray(mask).save(args.output / "masks" / name)
 
-    together(world, look)  # what one rank cannot read, all say and leave
+    together(world, look)  # an unreadable image on one rank ends all of them
     return read_confusion(world.all_sum(local_matrix).double().cpu())
 
 
 def run(argv: Sequence[str]) -> str:
-    """Test what `argv` asks for and return what to say. Collective.
+    """Run the test that `argv` describes and return its report. Collective.
 
     Raises:
         LockstepError: if the request, the checkpoint or the data cannot be used.

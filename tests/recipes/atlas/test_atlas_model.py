@@ -231,10 +231,10 @@ def test_a_language_model_is_read_from_a_local_folder_or_not_at_all(tmp_path, mo
     config = ModelConfig(lang_encoder_name="meta-llama/Llama-2-7b-hf", lang_preset="micro")
     assert isinstance(build_language(config, notes), TextEncoder)
     assert notes == [
-        "lang_encoder_name meta-llama/Llama-2-7b-hf is no local folder, and nothing is "
+        "lang_encoder_name meta-llama/Llama-2-7b-hf is not a local folder, and nothing is "
         "downloaded: random weights (lang_preset micro) in its place"
     ]
-    with pytest.raises(ConfigError, match="no local folder"):
+    with pytest.raises(ConfigError, match="not a local folder"):
         build_language(config.model_copy(update={"allow_random_backbone": False}), [])
 
     class Fake(nn.Module):

@@ -99,7 +99,7 @@ HONOURED = {
         t.build_model() and "nowhere.pt does not exist" in t.notes[0]
     ),
     ("model.lang_encoder_name", "llama"): lambda t, r: (
-        t.build_model() and any("llama is no local folder" in note for note in t.notes)
+        t.build_model() and any("llama is not a local folder" in note for note in t.notes)
     ),
     ("model.geom_output_dim", 24): lambda t, r: t.build_model().geometry.out.out_features == 24,
     ("model.fusion_hidden_dim", 128): lambda t, r: t.build_model().norm.weight.shape == (128,),
@@ -185,7 +185,7 @@ HONOURED = {
     ("device", "cpu"): lambda t, r: r.device == "cpu",
 }
 REFUSED = {
-    ("model.use_quaternion", True): "as they were recorded",
+    ("model.use_quaternion", True): "columns of the actions as recorded",
     ("model.use_diffusion_head", True): "regressed, not sampled",
     ("model.predict_residual", True): "data.use_last_action: true",
 }

@@ -151,7 +151,7 @@ def test_the_losses_are_the_written_ones(settings) -> None:
     ("changes", "words"),
     [
         ({"clip": {"dim_image": 294_912}}, ["dim_image is 294,912", "= 64", "dim_image: 64"]),
-        ({"image_encoder": {"image_size": 25}}, ["image_size 25", "image_size 36"]),
+        ({"image_encoder": {"image_size": 25}}, ["image_size 25", "set image_size to 36"]),
         ({"image_encoder": {"depth": 13}}, ["depth 13", "temporal_patch_size 6"]),
         ({"clip": {"dim_text": 768}}, ["dim_text is 768", "dim is 16"]),
         ({"text_encoder": {"heads": 3}}, ["dim 16", "heads 3"]),

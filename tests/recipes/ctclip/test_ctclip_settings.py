@@ -304,10 +304,10 @@ def test_settings_of_the_run_have_their_effect_in_a_loop_of_ones_own(settings) -
 
 def test_the_banner_says_how_many_pairs_meet(settings) -> None:
     twice = {"training": {"gradient_accumulation_steps": 2}}
-    assert "Pairs told apart at a time: 4" in banner(built(settings(twice)))
+    assert "Pairs compared in the loss: 4" in banner(built(settings(twice)))
     # In exact mode those of a whole step do.
     exact = settings(twice, {"lockstep": {"exact": True}})
-    assert "Pairs told apart at a time: 8" in banner(built(exact))
+    assert "Pairs compared in the loss: 8" in banner(built(exact))
 
 
 def test_a_held_out_volume_without_labels_is_no_healthy_one(settings, volumes, tmp_path) -> None:
@@ -447,7 +447,7 @@ def settings_file(values, tmp_path):
             ["'training.learning_rat'", "try: did you mean learning_rate?"],
         ),
         ("trainig: {}", ["unknown key 'trainig'", "try: did you mean training?"]),
-        ("learning_rate: 2.5e-6", ["'learning_rate'", "try: training.learning_rate: 2.5e-06"]),
+        ("learning_rate: 2.5e-6", ["'learning_rate'", "write training.learning_rate: 2.5e-06"]),
         ("training: {mixed_precision: no}", ["training.mixed_precision", "quote it"]),
         ("data: {batch_size: yes}", ["data.batch_size", "quote it"]),
         ("experiment: {name: no}", ["experiment.name", "quote it"]),
@@ -532,13 +532,13 @@ def faults() -> dict[str, tuple[Callable[[Path], None], list[str]]]:
         ),
         "labels": (line(good + ', "labels": [1, 0]}'), ["2 labels", "18 findings"]),
         "a label": (line(good + ', "labels": {"Cardiomegaly": 3}}'), ["Cardiomegaly 3"]),
-        "prepared": (line(good + ', "prepared": true}'), ["called prepared"]),
+        "prepared": (line(good + ', "prepared": true}'), ["marked as prepared"]),
         "gone": gone,
         "cut": cut,
         "a picture": (volume(np.zeros((9, 8))), ["has shape (9, 8)"]),
         "words": (volume(np.array([[["a"]]])), ["holds <U1"]),
         "nothing": (volume(np.zeros((0, 4, 4))), ["has shape (0, 4, 4)"]),
-        "no numbers": (volume(np.full((4, 4, 4), np.nan)), ["no numbers"]),
+        "no numbers": (volume(np.full((4, 4, 4), np.nan)), ["holds voxels that are NaN"]),
     }
 
 
@@ -575,7 +575,7 @@ def test_a_bad_volume_stops_all_ranks_once(command, tmp_path, settings_file) -> 
         ("num_processes: 2", ["no distributed_type"]),
         ("distributed_type: FSDP\nnum_processes: 2", ["FSDP is not supported"]),
         ("distributed_type: MULTI_GPUS\nnum_processes: 2", ["MULTI_GPUS", "MULTI_GPU"]),
-        ("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: no", ["bare no"]),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: no", ["unquoted no"]),
         ("distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2", ["3", "2 machines"]),
         ("distributed_type: MULTI_GPU", ["num_processes None"]),
         ("distributed_type: MULTI_GPU\nnum_processes: 4", ["says num_processes 4, the job has 2"]),

@@ -280,7 +280,7 @@ def test_prompts_and_answers_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[1, 2]", '{"prompt": "1"}', '{"text": 3}', "null"])
 def test_a_json_that_says_something_else_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(content)
-    with pytest.raises(DataError, match=r"bad\.json is no JSON object"):
+    with pytest.raises(DataError, match=r"bad\.json is not a JSON object"):
         open_listing(scan(tmp_path), 8, flip=False)[0]
 
 
@@ -308,7 +308,7 @@ def test_a_complete_folder_is_left_alone_and_any_other_refused(tmp_path: Path) -
     with pytest.raises(DataError, match="another sample set"):
         make_images(folder, num=9, size=8)
     write_image(tmp_path / "own" / "photo.png")
-    with pytest.raises(DataError, match="files that are no sample set"):
+    with pytest.raises(DataError, match="files that are not a sample set"):
         make_images(tmp_path / "own")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "own"]
 

@@ -87,8 +87,8 @@ def compare(width: int, heads: int, tokens: int, images: int) -> None:
     chain = [copy.deepcopy(block) for _ in range(3)]
     for one in chain:
         one.fused = None
-    plain = chained(chain, JiT.through, inputs)
-    found = chained(chain, fused.go_through, inputs)
+    plain = chained(chain, JiT.run_blocks, inputs)
+    found = chained(chain, fused.run_blocks, inputs)
     assert max(((a - b).norm() / b.norm()).item() for a, b in zip(found, plain, strict=True)) < 5e-6
 
     strided = inputs[0].repeat_interleave(2, dim=1)[:, ::2]
@@ -201,11 +201,11 @@ def test_blocks_are_gone_through_in_order_and_some_at_a_time(
 
     def through(blocks: list[torch.nn.Module], *words: Tensor) -> Tensor:
         seen.append(blocks)
-        return JiT.through(blocks, *words)
+        return JiT.run_blocks(blocks, *words)
 
     inputs = torch.randn(3, 3, 8, 8), torch.rand(3), torch.tensor([0, 1, 4])
     wanted = model(*inputs)
-    monkeypatch.setattr(model, "through", through, raising=False)
+    monkeypatch.setattr(model, "run_blocks", through, raising=False)
     assert torch.equal(model(*inputs), wanted)
     assert [block for some in seen for block in some] == list(model.blocks)
     assert max(map(len, seen)) == model.variant.class_tokens_enter
@@ -221,7 +221,7 @@ def test_graphs_are_of_some_blocks_and_the_rest_of_one(
         model = make_task().build_model()
         with compiler.patch({"triton.cudagraphs": is_on}):
             make_task().compile(model)
-        assert (JiT.through in compiled) is is_on
+        assert (JiT.run_blocks in compiled) is is_on
         assert sum(isinstance(one, Block) for one in compiled) == (not is_on) * len(model.blocks)
         compiled.clear()
 

@@ -378,5 +378,5 @@ def test_without_two_reference_images_there_is_no_distance(
     if num_readable:
         Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
     task = make_task(**FAST, data=tmp_path, val_fraction=0)
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="skipped in the reference"):
         assert draw_picture(task, make_mini(num_classes=0), FakeWorld(), tmp_path / "run") == {}

@@ -155,7 +155,7 @@ def test_a_cache_that_is_written_again_says_what_is_left_of_before(tmp_path: Pat
     said = preprocess.run([*argv, "--splits", str(splits)])
     lists = sorted(path.name for path in cache.glob("*.txt"))
     assert lists == ["train.txt"], "another call's lists are of other chains"
-    assert "8 more of an earlier call are still there (0abc.pt" in said
+    assert "8 more from an earlier call are still there (0abc.pt" in said
     assert "own.pt" not in said
 
 
@@ -164,8 +164,8 @@ def test_a_cache_that_is_written_again_says_what_is_left_of_before(tmp_path: Pat
     [
         (pack_line("b", "A" * 49 + "J"), "pack.jsonl:2: unknown residue 'J'"),
         (pack_line("b", "X" * 50), "pack.jsonl:2: b has 49 unknown residues"),
-        (pack_line("b", "A" * 49), "pack.jsonl:2 is no chain"),
-        ("{", "pack.jsonl:2 is no chain"),
+        (pack_line("b", "A" * 49), "pack.jsonl:2 is not a chain"),
+        ("{", "pack.jsonl:2 is not a chain"),
         (pack_line("../b"), "'../b' cannot name a file"),
         (
             json.dumps(
