@@ -107,7 +107,9 @@ class Loader:
         self._changed_cut: CutChange | None = None
         self.plan = plan or plan_for(dataset, BatchConfig(batch_size=batch_size), world.size)
         if max_steps is None and is_stream(dataset):
-            raise ConfigError("a data set without length has no epochs to count", "set max_steps")
+            raise ConfigError(
+                "a data set without length has no epochs to count", "set max_steps=1000"
+            )
         if max_steps is None and epochs is None:
             raise ConfigError("neither epochs nor max_steps is set", "set one of them: epochs=10")
         self._epochs, self._max_steps = epochs, max_steps
