@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from pydantic import BaseModel
 
 from lockstep import RunConfig
 from lockstep.errors import ConfigError
@@ -234,6 +236,32 @@ def broken_links(page: Path) -> list[str]:
 
 def linking_pages() -> list[Path]:
     return [*PAGES, *ROOT.glob("recipes/*/README.md")]
+
+
+# --- The page of settings lists every field of RunConfig ------------------------
+
+
+def settings(model: type[BaseModel], section: str = "") -> list[tuple[str, str]]:
+    """Return the name of every setting, with its default as YAML writes it."""
+    found = []
+    for name, field in model.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        if isinstance(default, BaseModel):
+            found += settings(type(default), f"{name}.")
+        else:
+            plain = list(default) if isinstance(default, tuple) else default
+            found.append((section + name, yaml.safe_dump(plain).splitlines()[0]))
+    return found
+
+
+def settings_shown(page: str) -> list[tuple[str, str]]:
+    return re.findall(r"^\| `([\w.]+)` \| `([^`]*)` \|", page, re.MULTILINE)
+
+
+def test_the_page_of_settings_has_every_setting_and_its_default() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert settings_shown(page) == settings(RunConfig)
+    assert settings_shown(page.replace("| `3` |", "| `4` |")) != settings(RunConfig)
 
 
 @pytest.mark.parametrize(
