@@ -1,16 +1,19 @@
-"""Which phase of a step this rank is in, and who is told when it changes.
+"""Which phase of a run this rank is in, and who is told when it changes.
 
-Owns: the names of the phases. Does not own: where they begin and end (the loader, `train_step` and
-the trainer say so), nor what a listener makes of them.
+Owns: the names of the phases. Does not own: where they begin and end (`prepare`, the loader,
+`train_step` and the trainer say so), nor what a listener makes of them.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Phase = Literal["data", "forward", "backward", "exchange", "update", "evaluate", "save"]
+BuildPhase = Literal["open folder", "build data", "find checkpoint", "plan batches", "build model"]
+"""What `prepare` does, in this order. A listener that hears it is added in `configure`."""
+StepPhase = Literal["data", "forward", "backward", "exchange", "update", "evaluate", "save"]
 """Waiting for data, the passes of a micro-batch, waiting for the gradients and sums of all ranks,
 the optimizer step, an evaluation, a checkpoint. On a GPU these are the times of the host."""
+Phase = BuildPhase | StepPhase
 Listener = Callable[[Phase, bool], None]
 """Is called with a phase, and with whether it begins or ends."""
 

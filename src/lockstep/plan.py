@@ -233,9 +233,9 @@ def plan_batches(config: BatchConfig, num_samples: int, world_size: int) -> Batc
         if rest or leaves < world_size:
             fitting = max(world_size, round(config.global_batch_size / batch)) * batch
             raise ConfigError(
-                f"global_batch_size={config.global_batch_size} cannot be cut into micro-batches of "
-                f"{batch} for {world_size} ranks",
-                f"global_batch_size={fitting}",
+                f"global_batch_size={config.global_batch_size} is not a whole number of "
+                f"micro-batches of {batch} for {world_size} ranks",
+                f"pass global_batch_size={fitting}",
             )
     if num_samples == 0:
         raise ConfigError("there are 0 samples to train on", "look at the data folder and filters")
@@ -245,7 +245,7 @@ def plan_batches(config: BatchConfig, num_samples: int, world_size: int) -> Batc
         raise ConfigError(
             f"a batch of {batch} x {drop_unit // batch} = {drop_unit} is larger than the "
             f"{num_samples} samples there are",
-            (f"batch_size={smaller}, or " if smaller else "") + "drop_last=false",
+            "pass " + (f"batch_size={smaller}, or " if smaller else "") + "drop_last=false",
         )
     return BatchPlan(num_samples, batch, leaves, kept, world_size, planned_for=world_size)
 

@@ -106,13 +106,13 @@ class Context:
             self.changed_cut.raise_for_gather()
         if self.exact:
             raise ConfigError(
-                "the loss gathers, and its task does not say so beforehand, as exact mode needs",
-                "gathers = True in the task",
+                "the loss gathers, and exact mode must know that before the first step",
+                "set gathers = True in the task",
             )
         if not self.training and self.world.size > 1:
             raise ConfigError(
                 "a gather in evaluation: ranks hold different numbers of held-out batches",
-                "an `evaluate` of the task's own that does without",
+                "define Task.evaluate so that it does not gather",
             )
 
 

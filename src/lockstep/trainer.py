@@ -5,13 +5,14 @@ arithmetic; it calls the parts in order. Whatever must be alike on all ranks is
 decided from reduced values or by `World.all_max`, never by one rank.
 """
 
-import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import NoReturn
 
 from lockstep.callback import Callback
 from lockstep.config import Cadence, RunConfig
@@ -25,10 +26,9 @@ from lockstep.dist.agreement import (
     raise_together,
     state_difference,
     together,
-    voting_before_collectives,
 )
-from lockstep.dist.ddp import sync_buffers, unwrap
-from lockstep.dist.fsdp import gathered_whole, raise_if_out_of_reach
+from lockstep.dist.ddp import unwrap
+from lockstep.dist.fsdp import raise_if_out_of_reach
 from lockstep.dist.same_state import check_same_weights
 from lockstep.dist.training_buffers import TrainingBuffers
 from lockstep.dist.world import World
@@ -45,7 +45,7 @@ from lockstep.errors import (
 from lockstep.exact.determinism import raise_if_not_deterministic
 from lockstep.run.build import prepare
 from lockstep.run.early_exit import refuse_early_exit
-from lockstep.run.evaluation import can_agree, evaluate
+from lockstep.run.evaluator import Evaluator
 from lockstep.run.halving import halve
 from lockstep.run.record import Record
 from lockstep.run.result import RunResult
@@ -62,18 +62,37 @@ from lockstep.signals import (
 )
 from lockstep.step.report import StepReport
 from lockstep.step.train_step import train_step
-from lockstep.task import Context, Task
+from lockstep.task import Task
 
 WAIT_FOR_OTHERS_S = 10.0
 """How long a rank that met an error in a step waits for the others to meet one too."""
 
 
+@dataclass
+class Votes:
+    """What a rank brings to the vote before a step; numbers, of which the largest counts."""
+
+    stop_code: int
+    """The exit code to stop with, or 0."""
+    has_failed: bool
+    trained_changed: bool
+    has_new_buffers: bool
+    wants_to_stop: bool
+    """Whether a callback asked for the end of the run."""
+    save_has_failed: bool
+    save_is_busy: bool
+
+    def of_all_ranks(self, world: World) -> "Votes":
+        """Return the largest of each over all ranks. Collective."""
+        return Votes(*world.all_max(*map(int, astuple(self))))  # type: ignore[arg-type]
+
+
 def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Train `task` as `config` says, on as many ranks as were launched.
 
-    Goes on from the newest good checkpoint in `config.output_dir` if there is
-    one. SIGTERM and Ctrl-C save after the current step, or before the next batch of an
-    evaluation, on all ranks; a second signal leaves at once, without saving.
+    Resumes from the newest good checkpoint in `config.output_dir` if there is one. SIGTERM and
+    Ctrl-C save after the current step, or before the next batch of an evaluation, on all ranks;
+    a second signal leaves at once, without saving.
 
     Raises:
         LockstepError: the same on every rank, with what is wrong and what to try.
@@ -95,7 +114,7 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
 class Trainer:
     """Takes a prepared run through its steps. The steps themselves are the caller's.
 
-    A loop is `for batch in trainer.steps()`, in it `trainer.step(batch)`, or a step of one's own
+    A loop is `for batch in trainer.steps()`, in it `trainer.step(batch)`, or a step of your own
     and `trainer.record_step(report, batch)`, and `trainer.finish()` after it. `fit` is such a loop;
     docs/own_loop.md shows another.
 
@@ -116,31 +135,31 @@ class Trainer:
         self.record = Record(run, stack, also_say)
         self.events = self.record.events
         self.saver = Saver(run, self.record, stack)
+        self.evaluator = Evaluator(run, self.events, lambda: signals.exit_code)
         self.skipped_steps = SkippedSteps(run, self.events)
         self.buffers = TrainingBuffers(unwrap(run.model), run.world)
-        resumed = run.resumed_from
-        self.metrics: dict[str, float] = dict(resumed.meta.get("metrics", {})) if resumed else {}
-        """What the last evaluation found."""
         self.report: StepReport | None = None
         self.stopped_by = 0
         """The exit code of the signal that ended the steps early."""
         self.stop_reason = ""
         """Why a callback ended the steps early."""
+        self.has_finished = False
+        """Whether everything is saved and nothing is left to do."""
         self._callback_error: Exception | None = None
         """What a callback of this rank raised, until the ranks agree on it."""
         self._announced_step = self.saver.saved_step
         """The newest checkpoint that callbacks know of."""
-        self.has_finished = False
-        """Whether everything is saved and nothing is left to do."""
-        self.evaluated_step = run.progress.step if self.metrics else None
         self._made_up_at: int | None = None
         """The step whose checkpoint says that an evaluation is owed, which has been made since."""
-        signals.unsaved = self._unsaved
-        signals.is_quiet = not run.world.is_first
-        self._num_new, self._again = 0, False
+        self._num_new = 0
+        """The samples of the last step."""
+        self._repeats = False
+        """Whether the step under way is to be taken again, in smaller micro-batches."""
         self._num_followed = 0
         """How often the step under way was taken again for other trained parameters."""
         self._began = self._step_began = time.monotonic()
+        signals.unsaved = self._unsaved
+        signals.is_quiet = not run.world.is_first
         position.own.reach(run.progress.step)
         stack.push(self._say_where)
         stack.push(self._save_good_steps)
@@ -157,37 +176,32 @@ class Trainer:
                 others an OtherRankError. The steps are saved first, except with a sharded model.
         """
         run, progress = self.run, self.run.progress
-        total_steps, throughput = run.loader.total_steps, self.record.throughput
         self._call("on_run_start")
-        if progress.owes_evaluation and run.held_out is not None:
-            is_best = self._evaluate_safely()
-            if self.stopped_by:
-                return
-            self._made_up_at = progress.step
-            self._save(is_best)
+        if not self._make_up_evaluation():
+            return
         batches = iter(run.loader)
         upcoming = self._fetch(batches)
-        while progress.step < total_steps:
-            stop = self._agree(upcoming)
-            if stop or self.stop_reason:
-                self.stopped_by = stop
+        while progress.step < run.loader.total_steps:
+            stop_code = self._agree(upcoming)
+            if stop_code or self.stop_reason:
+                self.stopped_by = stop_code
                 return
             assert isinstance(upcoming, StepBatch)
-            self._again = False
+            self._repeats = False
             self._step_began = time.monotonic()
             self.skipped_steps.keep_buffers()
             self._call("on_step_start", upcoming)
             self.buffers.begin_step()
             yield upcoming
-            if self._again:
+            if self._repeats:
                 batches = iter(run.loader)
             elif progress.step != upcoming.step + 1:
                 raise RuntimeError(
                     "a loop over steps() calls step(batch) or record_step(report, batch) for each"
                 )
             upcoming = self._fetch(batches)  # while the device is still busy
-            if not self._again:
-                throughput.step_done(self._num_new)
+            if not self._repeats:
+                self.record.throughput.step_done(self._num_new)
                 self._log_evaluate_save()
                 if self.stopped_by:
                     return
@@ -198,15 +212,41 @@ class Trainer:
         What does not fit in memory is taken again in pieces of half the size. A step in which
         `requires_grad` of a parameter changed is taken again with the model replicated for it.
         """
-        run, config = self.run, self.run.config
+        run = self.run
         run.uses_task_loss = True
+        too_large = ""
+        try:
+            report = self._train(batch)
+        except OutOfMemoryError as error:
+            too_large = error.problem
+        except TrainedParametersError:
+            if run.world.size > 1 and not self._agrees_on_memory:  # others may not know of it
+                raise
+        else:
+            self._num_followed = 0
+            self.record_step(report, batch)
+            return
+        # Out here: an error holds on to what filled the memory, and to the old replica.
+        if too_large:
+            halve(run, too_large, self.events)
+            self._repeats = True
+        else:
+            self._replicate_for_trained()
+            self.step(batch)
+
+    @property
+    def _agrees_on_memory(self) -> bool:
+        """Whether ranks vote in each step on whether it fits into the memory of all of them."""
+        run, config = self.run, self.run.config
         # A loss that compares samples would be another one for half of them.
         gathers = run.task.gathers and (run.world.size > 1 or not config.exact)
         talks = run.world.size > 1 and (config.sync_batch_norm or config.parallel == "fsdp")
-        agrees = config.on_out_of_memory == "halve" and not (gathers or talks)
-        too_large = ""
+        return config.on_out_of_memory == "halve" and not (gathers or talks)
+
+    def _train(self, batch: StepBatch) -> StepReport:
+        run, config = self.run, self.run.config
         try:
-            report = train_step(
+            return train_step(
                 run.task.loss,
                 run.model,
                 run.optimizer,
@@ -219,60 +259,38 @@ class Trainer:
                 scaler=run.scaler,
                 exact_reducer=run.exact_reducer,
                 non_finite=self.skipped_steps.flag(),
-                agree_on_memory=agrees,
+                agree_on_memory=self._agrees_on_memory,
                 trained=run.trained,
                 buffers_later=True,
             )
-        except OutOfMemoryError as error:
-            too_large = error.problem
-        except TrainedParametersError:
-            if run.world.size > 1 and not agrees:  # other ranks may know nothing of it
-                raise
         except RuntimeError as error:
             raise_if_not_deterministic(error)
             raise_if_out_of_reach(error)
             raise
-        else:
-            self._num_followed = 0
-            self.record_step(report, batch)
-            return
-        # Out here: an error holds on to what filled the memory, and to the old replica.
-        if too_large:
-            halve(run, too_large, self.events)
-            self._again = True
-        else:
-            self._num_followed += 1
-            if self._num_followed > 1:
-                raise ConfigError(
-                    "requires_grad changes each time the loss is computed",
-                    "change it once, depending on context.step",
-                )
-            refused: LockstepError | None = None
-            try:
-                self._follow_trained()
-            except LockstepError as error:
-                refused = error
-            if refused:
-                self._drop_step()
-                self._agree(refused)  # the steps before are saved, and then this is raised
-            self.step(batch)
+
+    def _replicate_for_trained(self) -> None:
+        """Replicate the model once more for this step, for what it trains now. Collective."""
+        self._num_followed += 1
+        if self._num_followed > 1:
+            raise ConfigError(
+                "requires_grad changes each time the loss is computed",
+                "change it once, depending on context.step",
+            )
+        refused: LockstepError | None = None
+        try:
+            self._follow_trained()
+        except LockstepError as error:
+            refused = error
+        if refused:
+            self._drop_step()
+            self._agree(refused)  # the steps before are saved, and then this is raised
 
     def record_step(self, report: StepReport, batch: StepBatch) -> None:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
         run, before = self.run, self.run.progress.consumed
         self.buffers.end_step()
         if self.report is None:
-            if run.exact_reducer:
-                run.exact_reducer.raise_if_unused()
-            check_same("parts of the loss", " ".join(report.names), run.world)
-            # Now, and not only at the first save, which may be hours away.
-            state = together(run.world, run.task.state)
-            if difference := state_difference(state, run.world):
-                raise ConfigError(f"Task.state() differs between ranks: {difference}", SAME_STATE)
-            check_same_weights({"": unwrap(run.model)}, {"": run.optimizer}, run.world)
-            if run.config.compile:
-                seconds = time.monotonic() - self._step_began
-                self.events.write("compiled", run.progress.step, local_seconds=seconds)
+            self._check_first_step(report)
         self.report = report
         if run.non_finite is None and not is_finite(report, run):
             self.saver.finish_save()
@@ -286,6 +304,20 @@ class Trainer:
         position.own.reach(run.progress.step)
         self.record.enter(batch)
         self._call("on_step_end", batch, report)
+
+    def _check_first_step(self, report: StepReport) -> None:
+        """Refuse what differs between ranks now: the first save may be hours away. Collective."""
+        run = self.run
+        if run.exact_reducer:
+            run.exact_reducer.raise_if_unused()
+        check_same("parts of the loss", " ".join(report.names), run.world)
+        state = together(run.world, run.task.state)
+        if difference := state_difference(state, run.world):
+            raise ConfigError(f"Task.state() differs between ranks: {difference}", SAME_STATE)
+        check_same_weights({"": unwrap(run.model)}, {"": run.optimizer}, run.world)
+        if run.config.compile:
+            seconds = time.monotonic() - self._step_began
+            self.events.write("compiled", run.progress.step, local_seconds=seconds)
 
     def finish(self) -> RunResult:
         """Save what is not saved yet, and say how the run ended. Collective.
@@ -315,7 +347,8 @@ class Trainer:
         position.own.finish_run()
         note_exit_code(self.stopped_by)
         folder = Path(self.run.config.output_dir)
-        result = RunResult(step, self.metrics, folder, self.stopped_by, self.stop_reason)
+        metrics = self.evaluator.metrics
+        result = RunResult(step, metrics, folder, self.stopped_by, self.stop_reason)
         self._call("on_run_end", result)
         if self.run.callbacks:
             agree_to_continue(self.run.world, self._callback_error)
@@ -323,8 +356,6 @@ class Trainer:
 
     def _call(self, method: str, *args: object) -> None:
         """Call a method of every callback; what one raises, the next `_agree` raises everywhere."""
-        if not self.run.callbacks:
-            return
         try:
             self.run.callbacks.call(method, self.run, *args)
         except Exception as error:
@@ -348,18 +379,18 @@ class Trainer:
             assert self.report is not None
             self.record.log(self.report)
         closes = progress.consumed % run.contract.plan.samples_per_epoch == 0
-        looks = run.held_out is not None and (at_end or self._is_due(config.evaluation))
-        saves, is_best = at_end or self._is_due(config.checkpoint), False
-        if closes or looks or saves:
-            progress.sum_pending()  # waits for the GPU: that is training time, not a pause
-            with self.record.throughput.pausing():
-                if closes:
-                    self.record.close_epoch()
-                if looks:
-                    is_best = self._evaluate_safely()
-                if (saves or is_best) and not self.stopped_by:  # else `finish` saves
-                    self._agree(None)  # on the trained parameters, which a checkpoint names
-                    self._save(is_best)
+        evaluates = run.held_out is not None and (at_end or self._is_due(config.evaluation))
+        saves = at_end or self._is_due(config.checkpoint)
+        if not (closes or evaluates or saves):
+            return
+        progress.sum_pending()  # waits for the GPU: that is training time, not a pause
+        with self.record.throughput.pausing():
+            if closes:
+                self.record.close_epoch()
+            is_best = self._evaluate() if evaluates else False
+            if (saves or is_best) and not self.stopped_by:  # else `finish` saves
+                self._agree(None)  # on the trained parameters, which a checkpoint names
+                self._save(is_best)
 
     def _fetch(self, batches: Iterator[StepBatch]) -> StepBatch | LockstepError | None:
         with self.record.throughput.waiting():
@@ -375,38 +406,44 @@ class Trainer:
         """Return the exit code to stop with, or 0; raise on all ranks what one of them met."""
         problem = upcoming if isinstance(upcoming, Exception) else self._callback_error
         run, world = self.run, self.run.world
-        votes = (
-            self.signals.exit_code,
-            problem is not None,
-            run.trained.have_changed,
-            self.buffers.has_news,
-            bool(run.stop_reason),
-            *self.saver.votes,
-        )
-        stop, failed, changed, new_buffers, ends, lost, busy = world.all_max(*map(int, votes))
-        if new_buffers:
+        votes = Votes(
+            stop_code=self.signals.exit_code,
+            has_failed=problem is not None,
+            trained_changed=run.trained.have_changed,
+            has_new_buffers=self.buffers.has_news,
+            wants_to_stop=bool(run.stop_reason),
+            save_has_failed=self.saver.writer.has_failed,
+            save_is_busy=self.saver.writer.is_busy,
+        ).of_all_ranks(world)
+        if votes.has_new_buffers:
             self.buffers.agree()
         self.buffers.synchronise()
-        self.saver.run_has_failed = bool(failed)
-        self.saver.finish_save_if_ready(lost, busy)
-        if not busy:
+        self.saver.run_has_failed = bool(votes.has_failed)
+        self.saver.finish_save_if_ready(votes.save_has_failed, votes.save_is_busy)
+        if not votes.save_is_busy:
             self._announce_checkpoint()
-        if ends:  # one rank's reason stands for all
+        if votes.wants_to_stop:  # one rank's reason stands for all
             self.stop_reason = next(text for text in world.all_texts(run.stop_reason) if text)
-        if changed and not failed:
+        if votes.has_failed:
+            self._save_and_raise(problem)
+        if votes.trained_changed:
             try:
                 self._follow_trained()
             except LockstepError as error:
-                failed, problem = True, error
-                self.saver.run_has_failed = True
-        if failed:
-            if self.saver.saved_step != self.run.progress.step:
-                self._save()  # the steps that were good are not lost
-            self.saver.finish_save()
-            if isinstance(problem, OtherRankError):
-                time.sleep(SPEAK_FIRST_S)  # only the other rank has the traceback
-            raise_together(world, problem)
-        return stop
+                problem = error
+            if problem:
+                self._save_and_raise(problem)
+        return votes.stop_code
+
+    def _save_and_raise(self, problem: Exception | None) -> NoReturn:
+        """Save the steps that were good, then raise on all ranks what failed. Collective."""
+        self.saver.run_has_failed = True
+        if self.saver.saved_step != self.run.progress.step:
+            self._save()
+        self.saver.finish_save()
+        if isinstance(problem, OtherRankError):
+            time.sleep(SPEAK_FIRST_S)  # only the other rank has the traceback
+        raise_together(self.run.world, problem)
 
     def _follow_trained(self) -> None:
         """Train the parameters that require a gradient now, and say so. Collective."""
@@ -418,28 +455,26 @@ class Trainer:
         epochs = Fraction(progress.consumed, per_epoch) if when.every_epochs else None
         return when.is_due(progress.step, epochs, Fraction(self._num_new, per_epoch))
 
-    def _evaluate_safely(self) -> bool:
-        """Evaluate; if that fails, save what was trained before the error is raised. Collective.
-
-        The checkpoint says that the evaluation is owed: a resume begins with it.
-        """
-        try:
-            return self._evaluate()
-        except Exception as error:
-            if isinstance(error, LockstepError) or is_shared(error):
-                self._agree(error)
-            raise
+    def _make_up_evaluation(self) -> bool:
+        """Evaluate if the checkpoint owes it; return whether the run may continue. Collective."""
+        if not self.run.progress.owes_evaluation or self.run.held_out is None:
+            return True
+        is_best = self._evaluate()
+        if self.stopped_by:
+            return False
+        self._made_up_at = self.run.progress.step
+        self._save(is_best)
+        return True
 
     def _evaluate(self) -> bool:
-        """Evaluate the weights and their first average; say if they are the best. Collective.
+        """Evaluate; return whether the weights are the best so far. Collective.
 
         If a rank is asked to stop meanwhile, `stopped_by` is set on all of them, what was measured
-        is dropped, and the evaluation stays owed: the next run begins with it.
+        is dropped, and the evaluation stays owed: the next run begins with it. If it fails, the
+        steps are saved before the error is raised, and it stays owed too.
         """
-        self.run.progress.owes_evaluation = True
         try:
-            with self.run.world.phase("evaluate"):
-                metrics = self._measure()
+            is_best = self.evaluator.evaluate()
         except (StopRequested, KeyboardInterrupt) as request:
             if isinstance(request, KeyboardInterrupt) and self.run.world.size > 1:
                 raise  # the other ranks know nothing of it, and wait
@@ -447,84 +482,21 @@ class Trainer:
             self.stopped_by = getattr(request, "exit_code", interrupted)
             self.events.write("evaluation_interrupted", self.run.progress.step)
             return False
-        run, step = self.run, self.run.progress.step
-        self.metrics = metrics
-        self.evaluated_step = step
-        # The first rank's metrics decide: a task may bring numbers that others have not alike.
-        asked = run.config.evaluation.save_best and run.world.is_first
-        is_best = together(run.world, lambda: asked and self._is_best(), every_exception=True)
-        run.progress.owes_evaluation = False
-        self._call("on_evaluation_end", metrics)
-        return bool(run.world.all_max(int(is_best))[0])
-
-    def _measure(self) -> dict[str, float]:
-        """Return the metrics of the weights and of their first average. Collective.
-
-        Raises:
-            StopRequested: on all ranks, because one of them was asked to stop.
-        """
-        run, config, model = self.run, self.run.config, unwrap(self.run.model)
-        began, step = time.monotonic(), run.progress.step
-        is_idle = type(run.task).finish_evaluation is Task.finish_evaluation
-        is_alike = run.task.calls_alike or is_idle
-        sync_buffers(model, run.world)
-
-        def stop_code() -> int:
-            return self.signals.exit_code
-
-        def measure() -> dict[str, float]:
-            return evaluate(
-                run.task,
-                model,
-                run.held_out,
-                run.world,
-                batch_size=config.evaluation.batch_size or run.contract.plan.batch_size,
-                seed=config.seed,
-                step=step,
-                loader=config.loader,
-                autocast=run.autocast,
-                stop_code=stop_code,
-            )
-
-        def finish() -> dict[str, float]:
-            context = Context(run.world, config.seed, step, 0, training=False, stop_code=stop_code)
-            if not is_idle:
-                context.raise_if_stopping()
-            agrees = can_agree(model, run.world)
-
-            def ask() -> dict[str, float]:
-                with voting_before_collectives(run.world) if agrees else nullcontext():
-                    made = run.task.finish_evaluation(model, context, config.output_dir)
-                numbers: dict[str, float] = {}
-                for name, value in made.items():
-                    if isinstance(value, Path):
-                        self.events.write("picture", step, name=name, path=str(value))
-                    else:
-                        numbers[name] = value
-                return numbers
-
-            with run.autocast or nullcontext(), gathered_whole(model, unless=is_alike):
-                return together(run.world, ask, every_exception=agrees)
-
-        metrics = measure()
-        if config.averages:
-            with run.averages.applied(config.averages[0]):
-                metrics |= {f"ema_{name}": value for name, value in measure().items()}
-                metrics |= finish()
-        else:
-            metrics |= finish()
-        stall_s = time.monotonic() - began
-        self.events.write("evaluation", step, metrics=metrics, local_stall_s=stall_s)
-        return metrics
+        except Exception as error:
+            if isinstance(error, LockstepError) or is_shared(error):
+                self._agree(error)
+            raise
+        self._call("on_evaluation_end", self.evaluator.metrics)
+        return is_best
 
     def _save(self, is_best: bool = False) -> None:
         """Save the run as it stands, with what an evaluation of this step found. Collective."""
         self._announce_checkpoint()
         self._check_finite()
-        measured = self.evaluated_step == self.run.progress.step
-        replace = self._made_up_at == self.run.progress.step
+        step = self.run.progress.step
+        metrics = self.evaluator.metrics if self.evaluator.step == step else {}
         with self.run.world.phase("save"):
-            self.saver.save(self.metrics if measured else {}, is_best, replace)
+            self.saver.save(metrics, is_best, replace=self._made_up_at == step)
 
     def _check_finite(self) -> None:
         """Raise, on all ranks alike, if a step since the last look was no longer arithmetic."""
@@ -532,19 +504,6 @@ class Trainer:
         if bad:
             self.saver.finish_save()
             self.skipped_steps.add(*bad)
-
-    def _is_best(self) -> bool:
-        """Say whether the present metrics are the best so far, and remember it."""
-        progress, evaluation = self.run.progress, self.run.config.evaluation
-        value = self.metrics.get(evaluation.best_metric)
-        if value is None:
-            problem = f"evaluation.best_metric={evaluation.best_metric!r} is not measured"
-            raise ConfigError(problem, f"one of {', '.join(self.metrics) or 'none'}")
-        sign = 1 if evaluation.best_is == "lowest" else -1
-        before = math.inf if progress.best is None else sign * progress.best
-        is_best = math.isfinite(value) and sign * value < before
-        progress.best = value if is_best else progress.best
-        return is_best
 
     def _unsaved(self) -> str:
         """Say what a run that ended now would lose; empty when everything is saved.

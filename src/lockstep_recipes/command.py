@@ -1,8 +1,8 @@
-"""What the commands of all recipes share: flags, the run they ask for, exit codes.
+"""Flags, run configuration and exit codes that all recipes share.
 
-Owns: the way from `sys.argv` to an exit code; the flags that decide a run, whatever is
-trained, and what they mean in a `RunConfig`; how a run shrinks to a rehearsal. Does not
-own: what is trained; each recipe's `flags.py` adds its own flags under its own names.
+Owns: the way from `sys.argv` to an exit code; the flags every recipe has, and their
+translation to a `RunConfig`; how a run shrinks to a rehearsal. Does not own: the task;
+each recipe's `flags.py` adds its own flags under its own names.
 """
 
 import argparse
@@ -24,17 +24,17 @@ from lockstep.trainer import fit
 from lockstep_recipes.settings import merged
 
 Build = Callable[[Sequence[str]], tuple[Task, RunConfig] | Callable[[], RunResult]]
-"""From the command line to what `fit` takes; a recipe with its own loop returns the run instead."""
+"""From the command line to `fit`'s arguments; a recipe with its own loop returns a function."""
 
-EXIT_CODES = """exit codes: 0 finished; 2 the request or the data cannot work (what was trained
-is saved); 3 the loss is no longer a number; 130, 143, 138, 129, 131 stopped and saved after
-Ctrl-C, SIGTERM, SIGUSR1, SIGHUP, SIGQUIT; 5 stopped, not saved"""
+EXIT_CODES = """exit codes: 0 finished; 2 wrong settings or unusable data (completed steps are
+saved); 3 non-finite loss or gradient; 130, 143, 138, 129, 131 stopped and saved after
+Ctrl-C, SIGTERM, SIGUSR1, SIGHUP, SIGQUIT; 5 stopped without saving"""
 
 REHEARSAL_STEPS = 4
 
 
 class Flags(argparse.ArgumentParser):
-    """Flags that refuse what they do not know and suggest what was meant.
+    """A parser that refuses unknown flags and suggests the nearest known one.
 
     `--batch-size` and `--batch_size` are the same flag, for every flag.
     """
@@ -49,7 +49,7 @@ class Flags(argparse.ArgumentParser):
         )
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """Add a flag; its help says what it is by default."""
+        """Add a flag; its help ends with its default."""
         action = super().add_argument(*names, **settings)
         value = action.default
         if value is not False and value not in (None, [], argparse.SUPPRESS):
@@ -67,38 +67,49 @@ class Flags(argparse.ArgumentParser):
         lr_scaling: str = "none",
         save_interval: int = 10,
     ) -> None:
-        """Add what decides every run; `run_config` reads it back."""
+        """Add the flags that every recipe has; `run_config` reads them back."""
         add = self.add_argument
-        add("--epochs", type=int, default=epochs)
-        add("--max_steps", type=int, help="stop after so many weight updates")
-        add("--gradient_accumulation_steps", type=int, default=1)
+        add("--epochs", type=int, default=epochs, help="passes over the training data")
+        add("--max_steps", type=int, help="stop after this many weight updates")
+        accumulated = "micro-batches per weight update"
+        add("--gradient_accumulation_steps", type=int, default=1, help=accumulated)
         rules = ["none", "linear", "sqrt", "batch"]
-        scaling = "how the learning rate follows the number of GPUs or the batch"
+        scaling = "how to scale the learning rate with the number of GPUs or the batch size"
         add("--lr_scaling", choices=rules, default=lr_scaling, help=scaling)
-        rise = "epochs over which the learning rate rises"
+        rise = "epochs of linear learning-rate warm-up"
         add("--warmup_epochs", type=float, default=warmup_epochs, help=rise)
-        add("--weight_decay", type=float, default=weight_decay)
-        add("--save_interval", type=int, default=save_interval, help="epochs between named saves")
+        decay = "weight decay of the optimizer"
+        add("--weight_decay", type=float, default=weight_decay, help=decay)
+        add(
+            "--save_interval",
+            type=int,
+            default=save_interval,
+            help="epochs between named checkpoints",
+        )
         add("--eval_interval", type=int, default=1, help="epochs between evaluations")
         add("--log_interval", type=int, default=10, help="steps between log lines")
-        add("--resume", default="auto", help="auto, never, discard, or a checkpoint")
+        add("--resume", default="auto", help="auto, never, discard, or a path")
         changed = "resume even if batch size, learning rate or data changed"
         add("--accept_changes", action="store_true", help=changed)
         add("--exact", action="store_true", help="the same bits on any number of GPUs")
-        shards = "fsdp shards the model across GPUs"
+        shards = "ddp replicates the model, fsdp shards it across GPUs"
         add("--parallel", choices=["ddp", "fsdp"], default="ddp", help=shards)
-        add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-        add("--seed", type=int, default=0)
-        setting = "override any setting"
+        device = "auto uses GPUs if there are any"
+        add("--device", choices=["auto", "cpu", "cuda"], default="auto", help=device)
+        add("--seed", type=int, default=0, help="seed of every random number")
+        setting = "override any setting of the run"
         add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=setting)
-        add("--local_rank", type=int, help="accepted; the launcher's environment wins")
+        add(
+            "--local_rank", type=int, help="accepted and ignored; the launcher's environment counts"
+        )
 
     def add_watch_flags(self, wandb_project: str) -> None:
-        """Add where the numbers go beside the run's folder; `watch_values` reads it back."""
-        self.add_argument("--use_wandb", action="store_true")
-        self.add_argument("--wandb_project", default=wandb_project)
-        self.add_argument("--wandb_name")
-        self.add_argument("--tensorboard", action="store_true")
+        """Add the flags of W&B and TensorBoard; `watch_values` reads them back."""
+        add = self.add_argument
+        add("--use_wandb", action="store_true", help="log to Weights & Biases")
+        add("--wandb_project", default=wandb_project, help="W&B project")
+        add("--wandb_name", help="name of the run in W&B")
+        add("--tensorboard", action="store_true", help="write TensorBoard files")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse `argv`.
@@ -117,7 +128,7 @@ class Flags(argparse.ArgumentParser):
         return known
 
     def error(self, message: str) -> NoReturn:
-        """Say it as every other error is said."""
+        """Raise argparse's own errors as ConfigError."""
         raise ConfigError(message, "read the list of flags and their values in --help")
 
 
@@ -137,10 +148,10 @@ def _underscored(word: str) -> str:
 
 
 def run_config(args: argparse.Namespace, **own: Any) -> RunConfig:
-    """Return the run that the run flags ask for, with a recipe's own values put over them.
+    """Return the run that the shared flags describe, overridden by the recipe's own values.
 
-    Four flags have other names in other guides; their `dest` is always `batch_size`, `lr`,
-    `num_workers` and `on_bad_sample`. `output_dir` is settled by then.
+    Four flags have different names in different recipes; their `dest` is always `batch_size`,
+    `lr`, `num_workers` and `on_bad_sample`. `output_dir` must be set before the call.
     """
     values = {
         "output_dir": args.output_dir,
@@ -164,7 +175,7 @@ def run_config(args: argparse.Namespace, **own: Any) -> RunConfig:
 
 
 def watch_values(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the `sinks` section that the watch flags ask for."""
+    """Return the `sinks` section that the flags of `add_watch_flags` describe."""
     names = ("tensorboard", "wandb_project", "wandb_name")
     return {"wandb": args.use_wandb} | {name: getattr(args, name) for name in names}
 
@@ -176,10 +187,10 @@ def task_config(kind: type[Model], args: argparse.Namespace, **own: Any) -> Mode
 
 
 def rehearse(args: argparse.Namespace, small: str, asked: str) -> None:
-    """Shrink what all runs share: a handful of steps in a folder of their own, anew each time.
+    """Shrink a run to a few steps that start from scratch in a folder of their own.
 
-    Batch size and accumulation stay, so that the batch contract is the one asked for.
-    The recipe shrinks the rest from `asked` to `small`, in words.
+    Batch size and accumulation stay, so the batch contract is that of the real run. The
+    recipe shrinks the rest itself; `small` and `asked` describe that change in the log.
     """
     if launched_rank() == 0:
         print(
@@ -194,7 +205,7 @@ def rehearse(args: argparse.Namespace, small: str, asked: str) -> None:
 
 
 def train(build: Build, argv: Sequence[str]) -> NoReturn:
-    """Train what `build` makes of `argv`, and end the process with the exit code."""
+    """Train the task that `build` returns for `argv`, and exit with the run's code."""
 
     def work() -> int:
         built = build(argv)
@@ -204,12 +215,12 @@ def train(build: Build, argv: Sequence[str]) -> NoReturn:
 
 
 def finish(action: Callable[[Sequence[str]], str], argv: Sequence[str]) -> NoReturn:
-    """Do what a command that trains nothing is asked for, and end the process."""
+    """Run a command that does not train, and exit with its code."""
     leave_process(answer(action, argv))
 
 
 def answer(action: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:
-    """Do `action`, let the first rank say what it returns, and return the exit code."""
+    """Run `action`, print its result on the first rank, and return the exit code."""
 
     def work() -> int:
         text = action(argv)
@@ -221,10 +232,10 @@ def answer(action: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:
 
 
 def _exit_code(work: Callable[[], int]) -> int:
-    """Do `work`; say what stops it as every command does."""
+    """Run `work` and return its exit code; report errors as every command does."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal may not know every letter
+            stream.reconfigure(errors="backslashreplace")  # for terminals without Unicode
     try:
         return work()
     except LockstepError as error:
@@ -238,12 +249,12 @@ def _exit_code(work: Callable[[], int]) -> int:
     except SystemExit as finished:  # --help
         return int(finished.code or 0)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # said here, or by the launcher
+        sys.excepthook(*sys.exc_info())  # prints here, or reports to the launcher
         return 1
 
 
 def _say(result: RunResult) -> int:
-    """Say what was made and where, once."""
+    """Print the files that the run made, on the first rank."""
     if launched_rank() == 0:
         made = {
             "curves": result.folder / "curves.png",

@@ -31,9 +31,8 @@ def make_folder(
         if not is_made(folder, record):
             _write(folder, record, fill)
     except OSError as error:
-        raise DataError(
-            f"cannot make sample data in {folder}: {error}", "another folder"
-        ) from error
+        problem = f"cannot make sample data in {folder}: {error}"
+        raise DataError(problem, "use another folder") from error
     return folder
 
 

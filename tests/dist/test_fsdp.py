@@ -361,11 +361,11 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
         config_for(tmp_path, compile="graphs")
     more = {"precision": "fp16", "max_steps": 1}
     (said, _) = run_ranks(2, problem_of, train_here, Deep, tmp_path, more)
-    assert said == "parallel=fsdp with fp16 needs parameters with an axis"
+    assert said == "parallel=fsdp with fp16 cannot shard parameters without an axis (scalars)"
     said = run_ranks(2, problem_of, train_here, Reaching, tmp_path, {"max_steps": 1})
-    assert said == ["parallel=fsdp: weights are used outside of the call of their block"] * 2
+    assert said == ["parallel=fsdp: weights are used outside the forward pass of their block"] * 2
     said = run_ranks(2, problem_of, shard_tied)
-    assert said == ["parallel=fsdp would cut blocks.1.wide.weight twice: blocks share it"] * 2
+    assert said == ["parallel=fsdp would shard blocks.1.wide.weight twice: blocks share it"] * 2
 
 
 def test_a_held_out_sample_that_cannot_be_read_stops_all_ranks(tmp_path: Path) -> None:

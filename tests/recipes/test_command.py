@@ -2,11 +2,13 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
+from lockstep.cli.run import recipe_names
 from lockstep.errors import ConfigError, DataError
 from lockstep.testing import TinyTask
 from lockstep.trainer import RunResult
@@ -64,6 +66,17 @@ def test_help_says_what_a_flag_is_by_default() -> None:
     words = " ".join(lines.split())
     assert "--lr LR default: 0.1 --seed SEED of all that is drawn (default: 0)" in words
     assert "default: 0.9 0.99 --share SHARE a part (default: 2%) --fast be quick --where" in words
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_flag_says_what_it_is(recipe: str) -> None:
+    parser = import_module(f"lockstep_recipes.{recipe}.flags").flags()
+    silent = [
+        action.option_strings
+        for action in parser._actions
+        if not action.help or action.help.startswith("default:")
+    ]
+    assert not silent
 
 
 def test_a_recipes_own_values_win_and_the_users_win_over_them() -> None:

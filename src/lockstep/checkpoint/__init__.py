@@ -8,6 +8,7 @@ from lockstep.checkpoint.layout import Checkpoint as Checkpoint
 from lockstep.checkpoint.layout import Written as Written
 from lockstep.checkpoint.lock import FolderLock as FolderLock
 from lockstep.checkpoint.state import KERNELS as KERNELS
+from lockstep.checkpoint.state import Share as Share
 from lockstep.checkpoint.state import fit_groups as fit_groups
 from lockstep.checkpoint.state import flatten as flatten
 from lockstep.checkpoint.state import load_model_state as load_model_state

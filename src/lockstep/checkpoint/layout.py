@@ -102,7 +102,9 @@ class Checkpoint:
         try:
             _write_file(Path(path), _tensor_file(tensors))
         except OSError as error:
-            raise CheckpointError(f"cannot export to {path}: {error}", "a new file") from error
+            raise CheckpointError(
+                f"cannot export to {path}: {error}", "pass the path of a new file"
+            ) from error
         return Path(path)
 
     def _pieces(self, name: str) -> dict[str, Piece]:

@@ -149,7 +149,8 @@ def share_of(parts: Mapping[str, Any], rank: int = 0, size: int = 1) -> Share:
     flat = {part: flatten(tree) for part, tree in parts.items()}
     if any(is_dtensor(tensor) for tensors, _ in flat.values() for tensor in tensors.values()):
         if size == 1:
-            raise CheckpointError("a rank alone has not all rows of what is cut", "save_from")
+            problem = "a sharded state cannot be saved from one rank: it holds only its own rows"
+            raise CheckpointError(problem, "call CheckpointStore.save_from on every rank")
         return _share_of_rows(flat, rank, size)
     total = num_bytes(t for tensors, _ in flat.values() for t in tensors.values())
     # What is empty lies between two bytes, at the very end perhaps: it is the last rank's there.

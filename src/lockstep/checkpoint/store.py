@@ -93,7 +93,8 @@ class CheckpointStore:
         self, folder: str | Path, *, keep_last: int | None = 3, recipe: str = "custom"
     ) -> None:
         if keep_last is not None and keep_last < 1:
-            raise CheckpointError(f"keep_last={keep_last} keeps nothing", "1 or more, or None: all")
+            problem = f"keep_last={keep_last} keeps no checkpoint"
+            raise CheckpointError(problem, "pass keep_last=1 or more, or None to keep all")
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.recipe = recipe
@@ -368,7 +369,8 @@ class CheckpointStore:
             _check_parameters_are_saved(objects)  # else modules are loaded by another call
         checkpoint, rejected = self.latest()
         if checkpoint is None and rejected:
-            raise CheckpointError(f"no checkpoint in {self.folder} is whole", rejected[0][1])
+            problem = f"no checkpoint in {self.folder} is valid: {rejected[0][1]}"
+            raise CheckpointError(problem, "restore one from a copy, or use another folder")
         if checkpoint is None:
             return 0
         for name, target in objects.items():

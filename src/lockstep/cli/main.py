@@ -1,4 +1,4 @@
-"""`lockstep`: the verbs, each in a file of its own, imported when it is used."""
+"""`lockstep`: its commands, each in a file of its own, imported when it is used."""
 
 import sys
 from typing import Annotated
@@ -52,20 +52,22 @@ def run(
 )
 def launch(
     words: ScriptWords,
-    gpus: Annotated[str, typer.Option(help="processes here, one per GPU, or 'all'")] = "all",
+    gpus: Annotated[
+        str, typer.Option(help="processes on this machine, one per GPU, or 'all'")
+    ] = "all",
     nodes: Annotated[
-        int | None, typer.Option(help="machines that train together; 1 if not given")
+        int | None, typer.Option(help="machines that train together (default: 1)")
     ] = None,
-    node_rank: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
+    node_rank: Annotated[int, typer.Option(help="rank of this node, from 0")] = 0,
     head: Annotated[
         str,
         typer.Option(
-            help="HOST:PORT of the first, the same on all. Nodes prove LOCKSTEP_JOB_TOKEN to each "
-            "other, or the key in ~/.config/lockstep/job_key"
+            help="HOST:PORT of node 0, the same on every node. Nodes authenticate each other with "
+            "LOCKSTEP_JOB_TOKEN, or with the key in ~/.config/lockstep/job_key"
         ),
     ] = "",
-    restarts: Annotated[int, typer.Option(help="how often to start again after a failure")] = 0,
-    logs: Annotated[str | None, typer.Option(help="folder for a log file per rank")] = None,
+    restarts: Annotated[int, typer.Option(help="maximum number of restarts after a failure")] = 0,
+    logs: Annotated[str | None, typer.Option(help="folder for one log file per rank")] = None,
     wait: Annotated[
         float,
         typer.Option(callback=check_seconds, help="seconds to wait for the other machines"),
@@ -91,8 +93,8 @@ def plan(
     accumulate: Annotated[int, typer.Option(help="micro-batches per weight update")] = 1,
     lr: Annotated[float | None, typer.Option(help="base learning rate")] = None,
     lr_scaling: Annotated[str, typer.Option(help="none, linear, sqrt or batch")] = "none",
-    reference_batch: Annotated[int, typer.Option(help="batch that --lr was found at")] = 256,
-    as_json: Annotated[bool, typer.Option("--json", help="print a list of objects")] = False,
+    reference_batch: Annotated[int, typer.Option(help="batch size that --lr was tuned for")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON list")] = False,
 ) -> None:
     """Show batch sizes, steps and learning rate for each number of GPUs, before anything runs."""
     from lockstep.cli.plan import show_plan
@@ -107,31 +109,40 @@ def plan(
 def submit(
     words: ScriptWords,
     nodes: Annotated[int, typer.Option(help="machines that train together")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="and processes, one per GPU")] = 1,
-    cpus_only: Annotated[bool, typer.Option("--cpus-only", help="ask for no GPU")] = False,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node, one process each")] = 1,
+    cpus_only: Annotated[bool, typer.Option("--cpus-only", help="request no GPUs")] = False,
     processes_per_node: Annotated[
-        int | None, typer.Option(help="if not one per GPU; on CPUs, one unless this says more")
+        int | None,
+        typer.Option(help="processes per node (default: one per GPU; 1 with --cpus-only)"),
     ] = None,
-    cpus_per_process: Annotated[int | None, typer.Option(help="cores of each")] = None,
-    partition: Annotated[str, typer.Option(help="the cluster's default if not given")] = "",
+    cpus_per_process: Annotated[int | None, typer.Option(help="CPU cores per process")] = None,
+    partition: Annotated[str, typer.Option(help="SLURM partition (default: the cluster's)")] = "",
     account: Annotated[str, typer.Option(help="SLURM account to charge")] = "",
-    time: Annotated[str, typer.Option(help="wall-clock limit of the job: 12:00:00")] = "",
-    warn: Annotated[int, typer.Option(help="seconds before the limit, to save in")] = 120,
-    requeues: Annotated[int, typer.Option(help="returns to the queue, at most")] = 100,
-    restarts: Annotated[int, typer.Option(help="how often to start again after a failure")] = 2,
-    name: Annotated[str, typer.Option(help="of the job; the script's if not given")] = "",
-    folder: Annotated[str, typer.Option(help="for job scripts and logs")] = "lockstep_jobs",
-    array: Annotated[str, typer.Option(help="0-3: four jobs; %a is the number in words")] = "",
+    time: Annotated[str, typer.Option(help="wall-clock limit of each job, e.g. 12:00:00")] = "",
+    warn: Annotated[int, typer.Option(help="seconds before the limit to start saving")] = 120,
+    requeues: Annotated[int, typer.Option(help="maximum number of requeues")] = 100,
+    restarts: Annotated[int, typer.Option(help="maximum number of restarts after a failure")] = 2,
+    name: Annotated[str, typer.Option(help="job name (default: the script's)")] = "",
+    folder: Annotated[str, typer.Option(help="folder for job scripts and logs")] = "lockstep_jobs",
+    array: Annotated[
+        str, typer.Option(help="array indices, e.g. 0-3; %a in the arguments becomes the index")
+    ] = "",
     setup: Annotated[
-        list[str] | None, typer.Option(metavar="LINE", help="shell to run before: module load cuda")
+        list[str] | None,
+        typer.Option(metavar="LINE", help="shell line to run first, e.g. module load cuda"),
     ] = None,
     sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="any other option: qos=high")
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="any other sbatch option, e.g. qos=high"),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the script, do nothing")] = False,
-    follow: Annotated[bool, typer.Option(help="show the log, end with the job's code")] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the job script and exit")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option(help="follow the log and exit with the job's code")
+    ] = True,
 ) -> None:
-    """Run a script as a SLURM job that saves before its time limit and queues itself again."""
+    """Run a script as a SLURM job that saves before its time limit and requeues itself."""
     from lockstep.cli.submit import read_options, submit_job
     from lockstep.launch.slurm import Job
 
@@ -164,9 +175,9 @@ def rehearse(
     words: Words,
     limit: Limit = 120,
     without: Annotated[
-        list[str] | None, typer.Option(metavar="PHASE", help="what the command does not do")
+        list[str] | None, typer.Option(metavar="PHASE", help="phase to leave out, e.g. validate")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
 ) -> None:
     """See a command train, validate, save, die, resume and finish, in about a minute."""
     from lockstep.cli.rehearse import rehearse as play
@@ -175,13 +186,13 @@ def rehearse(
 
 
 certifying = typer.Typer(
-    help="Prove that resuming equals never stopping, that N ranks equal one; or name what differs.",
+    help="Prove that resuming equals never stopping, or that N ranks equal one.",
     no_args_is_help=True,
 )
 app.add_typer(certifying, name="certify")
 app.add_typer(benching, name="bench")
-Steps = Annotated[int, typer.Option(help="how many steps each run takes")]
-Json = Annotated[bool, typer.Option("--json", help="print one object")]
+Steps = Annotated[int, typer.Option(help="steps of each run")]
+Json = Annotated[bool, typer.Option("--json", help="print a JSON object")]
 
 
 @certifying.command(
@@ -198,7 +209,7 @@ def certify_resume(
     limit: Limit = 300,
     as_json: Json = False,
 ) -> None:
-    """Run a command straight, and killed and resumed: are all bits the same?"""
+    """Run a command uninterrupted, then killed and resumed, and compare every bit."""
     from lockstep.cli.certify import certify
 
     sys.exit(
@@ -213,13 +224,15 @@ def certify_resume(
 )
 def certify_parity(
     words: Words,
-    gpus: Annotated[str, typer.Option(help="numbers of ranks to compare")] = "1,2",
+    gpus: Annotated[str, typer.Option(help="world sizes to compare")] = "1,2",
     steps: Steps = 4,
-    exact: Annotated[bool, typer.Option("--exact", help="in exact mode: demand all bits")] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="use exact mode and demand equal bits")
+    ] = False,
     limit: Limit = 300,
     as_json: Json = False,
 ) -> None:
-    """Run the command of one process on several numbers of ranks, with the same global batch."""
+    """Run a single-process command at several world sizes with the same global batch."""
     from lockstep.cli.certify import certify
 
     sys.exit(
@@ -231,10 +244,10 @@ def certify_parity(
 
 @app.command(epilog="Example: lockstep new circles")
 def new(
-    name: Annotated[str, typer.Argument(help="the project's folder")],
+    name: Annotated[str, typer.Argument(help="folder of the new project")],
     force: Annotated[bool, typer.Option("--force", help="overwrite what is there")] = False,
 ) -> None:
-    """Start a project: one short file that trains, and a page about it."""
+    """Create a project: one short training script and a page about it."""
     from lockstep.cli.new import new as start
 
     typer.echo("\n".join(start(name, force)))
@@ -247,11 +260,11 @@ def new(
 def init(
     kind: Annotated[str, typer.Argument(help="vscode, slurm, accelerate or scripts")],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[SCRIPT ...]", help="train.py, and its flags")
+        list[str] | None, typer.Argument(metavar="[SCRIPT ...]", help="your script and its flags")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="overwrite what is there")] = False,
 ) -> None:
-    """Write the launch files that guides show, for a script of your own."""
+    """Write launch files for your own script."""
     from lockstep.cli.init import init as generate
 
     script, *args = words or ["train.py"]
@@ -268,22 +281,22 @@ def doctor(
         typer.Argument(
             callback=check_words,
             metavar="[-- COMMAND ...]",
-            help="the job about to run, as you would type it",
+            help="the command of a job to check, as you would type it",
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(callback=check_seconds, help="how long to look into the job")
+        float, typer.Option(callback=check_seconds, help="time limit for checking the job")
     ] = 120,
-    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
 ) -> None:
-    """Check this machine, and the job about to run; every failure comes with its fix."""
+    """Check this machine, and optionally a job; every failure comes with its fix."""
     from lockstep.cli.doctor import run_doctor
 
     sys.exit(run_doctor(words or [], as_json, seconds))
 
 
 def main() -> None:
-    """Run the command; errors raised on purpose end with one clear line and exit code 2."""
+    """Run the command; print a LockstepError without a traceback and exit with its code."""
     from lockstep.errors import LockstepError
 
     try:

@@ -1,4 +1,4 @@
-"""`lockstep submit`: from flags to a job, shown, or handed to SLURM and followed."""
+"""`lockstep submit`: turn flags into a SLURM job, then print it, or submit and follow it."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ from lockstep.launch.slurm import Follower, Job, check, job_script, submit
 
 
 def submit_job(job: Job, dry_run: bool, follow: bool) -> int:
-    """Do what the flags ask for and return the exit code: the job's own, if it is followed.
+    """Submit or print the job and return the exit code: the job's own, if it is followed.
 
     Raises:
         LockstepError: before anything is submitted, if the request makes no sense.
@@ -20,19 +20,21 @@ def submit_job(job: Job, dry_run: bool, follow: bool) -> int:
     job_id = submit(job, sys.executable)
     log = job.file(job_id, "log")
     if job.array:
-        log = job.file("*", "log")  # every task has a number of its own
+        log = job.file("*", "log")  # every array task has its own number
     print(f"lockstep: job {job_id}, log {log}", file=sys.stderr)
     if not follow or job.array:
         return 0
     try:
         return Follower(job_id, log).follow()
     except KeyboardInterrupt:
-        print(f"\nlockstep: job {job_id} goes on; scancel {job_id} ends it", file=sys.stderr)
+        print(
+            f"\nlockstep: job {job_id} is still running; scancel {job_id} ends it", file=sys.stderr
+        )
         return 130
 
 
 def read_options(texts: list[str]) -> dict[str, str]:
-    """Read what `--sbatch NAME=VALUE` says; an option that takes no value is a name alone.
+    """Parse the texts of `--sbatch NAME=VALUE`; an option without a value is a name alone.
 
     >>> read_options(["qos=high", "--exclude=node[3-4]", "exclusive"])
     {'qos': 'high', 'exclude': 'node[3-4]', 'exclusive': ''}

@@ -1,7 +1,7 @@
-"""What several verbs have in common: a command after them, and options in seconds.
+"""Arguments that several commands share: the user's command line, and options in seconds.
 
-Owns: that the command is taken as it was typed, flags and all, that it is no mistyped option of the
-verb's own, and that a time is a time. Does not own: any verb.
+Owns: passing the user's command on as typed, and refusing mistyped options and impossible times.
+Does not own: any command of `lockstep`.
 """
 
 import os
@@ -13,12 +13,12 @@ from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.errors import ConfigError, closest, plain
 
 AS_TYPED = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-"""With these settings a verb takes an unknown option for the first word: see `check_words`."""
+"""With these settings typer takes an unknown option as the first word: see `check_words`."""
 Typed = TypeVar("Typed", bound=list[str] | None)
 
 
 def check_words(context: typer.Context, words: Typed) -> Typed:
-    """Refuse a command that begins with an option: it was meant for the verb, and is mistyped."""
+    """Refuse a command that begins with an option: a mistyped option of lockstep's own."""
     first = words[0].partition("=")[0] if words is not None and words else ""
     if not first.startswith("-") or first == "-m" or os.path.exists(first):
         return words
@@ -36,7 +36,9 @@ def check_words(context: typer.Context, words: Typed) -> Typed:
 
 Words = Annotated[
     list[str],
-    typer.Argument(callback=check_words, metavar="-- COMMAND ...", help="as you would type it"),
+    typer.Argument(
+        callback=check_words, metavar="-- COMMAND ...", help="the command, as you would type it"
+    ),
 ]
 ScriptWords = Annotated[
     list[str],
@@ -47,7 +49,7 @@ ScriptWords = Annotated[
 
 
 def check_seconds(option: typer.CallbackParam, value: float) -> float:
-    """Refuse an option in seconds that is no time one could wait: negative, NaN, infinite."""
+    """Refuse a time that is negative, NaN, infinite or too long to wait for."""
     if not 0 < value <= MAX_TIMEOUT_S:
         raise ConfigError(
             f"{option.opts[0]} {value} is not a time between 0 and {MAX_TIMEOUT_S:,.0f} seconds",

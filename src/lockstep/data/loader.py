@@ -107,9 +107,11 @@ class Loader:
         self._changed_cut: CutChange | None = None
         self.plan = plan or plan_for(dataset, BatchConfig(batch_size=batch_size), world.size)
         if max_steps is None and is_stream(dataset):
-            raise ConfigError("a data set without length has no epochs to count", "max_steps=1000")
+            raise ConfigError(
+                "a data set without length has no epochs to count", "set max_steps=1000"
+            )
         if max_steps is None and epochs is None:
-            raise ConfigError("how long to train was not said", "epochs=10, or max_steps=1000")
+            raise ConfigError("neither epochs nor max_steps is set", "set one of them: epochs=10")
         self._epochs, self._max_steps = epochs, max_steps
         shuffled = Shuffled(self.plan.num_samples, seed)
         self.order = order or (Sequential(STREAM_LENGTH) if is_stream(dataset) else shuffled)

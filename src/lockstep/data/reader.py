@@ -144,8 +144,10 @@ class StreamReader(LeafReader):
         """Walk on to the end of a leaf, moving the global generators."""
         if leaf.start < self._position:  # a step is taken again
             if self._samples is self.dataset:
-                problem = "a step is to be taken again, and the stream cannot begin anew"
-                raise DataError(problem, "an object with __iter__ in place of an iterator")
+                problem = (
+                    "a step must be repeated, and an iterator cannot start again from its beginning"
+                )
+                raise DataError(problem, "pass an object with __iter__ in place of an iterator")
             self._samples, self._position = None, 0
         samples = []
         while self._position < leaf.stop:

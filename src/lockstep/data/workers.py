@@ -6,7 +6,6 @@ the processes and how tensors travel from them, which is torch's `DataLoader`; w
 """
 
 import atexit
-import ctypes
 import faulthandler
 import mmap
 import os
@@ -35,6 +34,7 @@ from lockstep.data.batch import MicroBatch, WorkerFault
 from lockstep.data.order import Leaf
 from lockstep.data.reader import LeafReader, names_of
 from lockstep.errors import DataError
+from lockstep.parent import end_with_parent
 from lockstep.signals import leave_signals_to_parent
 
 MAX_TRIES = 3
@@ -44,7 +44,6 @@ STOPPED_S = 5.0
 PATIENCE = 10
 """A leaf may take so many times as long as the slowest so far, whatever the time limit."""
 GOODBYE_S = 1.0
-PR_SET_PDEATHSIG = 1
 NUM_FRAMES = 4
 """So much is told of where a worker stands."""
 
@@ -135,7 +134,7 @@ class Crew:
             for process in set(active_children()) - before:
                 process.kill()  # or this process would wait for it when it ends
             problem = f"{num_workers} loader workers cannot be started: {error}"
-            remedy = "fewer loader.num_workers, more open files (ulimit -n), or room in /dev/shm"
+            remedy = "lower loader.num_workers, allow more open files (ulimit -n), or free /dev/shm"
             raise DataError(problem, remedy) from error
         self.processes = self._parcels._workers
         # Nor is a handler that a loader of the user's has set to know of these workers.
@@ -249,9 +248,7 @@ def _settle(parent: int, stack: int, worker: int) -> None:
     """
     leave_signals_to_parent(worker)
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(parent)
 
 
 def _end_of(process: Any) -> str:
@@ -274,6 +271,6 @@ def _given_up(reader: LeafReader, leaf: Leaf, happened: str) -> DataError:
     names = names_of(reader.dataset, reader.order.ids(leaf.epoch, leaf.start, leaf.stop))
     return DataError(
         f"{MAX_TRIES} workers were lost at the batch of {names}; the last one {happened}",
-        "mend these samples (loader.num_workers=0 shows what they do); else fewer "
-        "loader.num_workers for want of memory, or a longer loader.timeout_s",
+        "fix these samples (loader.num_workers=0 shows what they do); if memory ran out, lower "
+        "loader.num_workers; if they are slow, raise loader.timeout_s",
     )

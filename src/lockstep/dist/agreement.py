@@ -144,7 +144,7 @@ def check_same(
     what: str,
     local: str,
     world: Collectives,
-    remedy: str = "the same flags everywhere, and folders that all nodes share",
+    remedy: str = "pass the same flags on every node, and use folders that all nodes share",
 ) -> None:
     """Refuse a run whose ranks do not agree on something they must share. Collective."""
     said = world.all_texts(local)

@@ -162,8 +162,8 @@ class Replica(DistributedDataParallel):
             named = [name for name, p in self.module.named_parameters() if p.requires_grad]
             problem = "a micro-batch has no gradient for " + ", ".join(named[int(i)] for i in told)
         raise ConfigError(
-            f"{problem}; ranks would each go their own way",
-            "to call the model itself; to freeze what is never used; to add 0 * p.sum() of others",
+            f"{problem}; the weights would differ between ranks",
+            "call model(...), freeze unused parameters, or add 0 * p.sum() of others to the loss",
         )
 
     def answer_exchanges(self) -> None:

@@ -56,8 +56,8 @@ def shard(
         fully_shard(part, reshard_after_forward=True, ignored_params=single, **form)
     if lost := named.keys() ^ dict(model.named_parameters()).keys():
         raise ConfigError(
-            f"parallel=fsdp would cut {', '.join(sorted(lost))} twice: blocks share it",
-            "Task.blocks without those, or parallel=ddp",
+            f"parallel=fsdp would shard {', '.join(sorted(lost))} twice: blocks share it",
+            "leave those blocks out of Task.blocks, or use parallel=ddp",
         )
     for buffer in model.buffers():
         buffer.data = buffer.data.contiguous()
@@ -90,8 +90,9 @@ def gathered_whole(model: nn.Module, unless: bool = False) -> Iterator[None]:
 def raise_if_out_of_reach(error: RuntimeError) -> None:
     """Say in our words that a forward pass has met rows where it needs the whole."""
     if MIXED_SHARDS in str(error):
-        problem = "parallel=fsdp: weights are used outside of the call of their block"
-        raise ConfigError(problem, "Task.blocks with what is called as a module") from error
+        problem = "parallel=fsdp: weights are used outside the forward pass of their block"
+        remedy = "return only modules that the model calls from Task.blocks"
+        raise ConfigError(problem, remedy) from error
 
 
 def is_sharded(model: nn.Module) -> bool:

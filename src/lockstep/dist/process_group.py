@@ -74,7 +74,7 @@ def check_group(launch: Launch) -> str:
         raise LaunchError(
             f"the process group says rank {rank} of {size}, the launch variables say rank "
             f"{launch.rank} of {launch.size}",
-            "one launcher, and as many processes as it was told",
+            "use one launcher, and start as many processes as it announces",
         )
     return str(dist.get_backend_config())
 

@@ -48,7 +48,7 @@ def choose_device(launch: Launch, wanted: str = "auto") -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise LaunchError("device 'cuda' was asked for, and torch sees no GPU", "device: cpu")
+        raise LaunchError("device is 'cuda', and torch sees no GPU", "set device=cpu")
     return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
 
 

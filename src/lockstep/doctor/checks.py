@@ -28,7 +28,7 @@ from lockstep.doctor.report import Result, fail
 from lockstep.errors import LockstepError
 from lockstep.harness.command import children_of
 from lockstep.harness.ranks import rank_variables
-from lockstep.launch.worker import follow_parent
+from lockstep.parent import end_with_parent
 
 MEASURE_S = 90.0
 MOST_RANKS = 8
@@ -221,7 +221,7 @@ def _run_python(
             stdout=subprocess.DEVNULL,
             stderr=said,
             start_new_session=True,
-            preexec_fn=follow_parent,
+            preexec_fn=end_with_parent,
         )
         code: int | None
         try:

@@ -56,8 +56,8 @@ def raise_if_not_deterministic(error: RuntimeError) -> None:
     name, found, _ = str(error).partition(NOT_DETERMINISTIC)
     if found:
         raise ConfigError(
-            f"exact: {name} adds in an order of its own on a GPU, another each time",
-            "another operation (for a loss: reduction='none' and .sum()), or exact=false",
+            f"exact: {name} adds in another order each time it runs on a GPU",
+            "use another operation (for a loss: reduction='none' and .sum()), or set exact=false",
         ) from error
 
 

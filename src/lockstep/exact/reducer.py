@@ -66,7 +66,7 @@ class ExactReducer:
         if self.has_failed:
             raise ConfigError(
                 "exact=true, but this loop's steps do not sum gradients in exact mode",
-                "train_step(..., exact_reducer=run.exact_reducer), or trainer.step(batch)",
+                "call train_step(..., exact_reducer=run.exact_reducer), or trainer.step(batch)",
             )
 
     @contextmanager

@@ -62,7 +62,7 @@ class Statistics:
         if changed:
             raise ConfigError(
                 f"the forward pass changes {', '.join(changed)}, which exact mode cannot merge",
-                "a buffer that stays put, or exact=false",
+                "keep these buffers unchanged in the forward pass, or set exact=false",
             )
         self._shares.append(self._read())
 

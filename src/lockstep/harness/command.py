@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from lockstep.errors import LaunchError
-from lockstep.launch.worker import follow_parent
+from lockstep.parent import end_with_parent
 
 POLL_S = 0.05
 """How often a tool looks how a command is doing."""
@@ -57,7 +57,7 @@ class RunningCommand:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=follow_parent,
+                    preexec_fn=end_with_parent,
                 )
             except OSError as error:
                 raise LaunchError(

@@ -6,7 +6,7 @@ was ended.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ class Failure:
     error: str
     place: str = ""
     functions: tuple[str, ...] = ()
+    advice: str = ""
+    """What the command itself said to try."""
 
     @property
     def is_about_saving(self) -> bool:
@@ -36,6 +38,12 @@ class Failure:
         >>> failure.error, failure.place
         ('ZeroDivisionError: by zero', 'train.py:7 in evaluate')
         """
+        found = cls._first_error(text)
+        advice = re.search(r"^\s*try: (.*)$", text, re.MULTILINE)
+        return replace(found, advice=advice[1]) if advice else found
+
+    @classmethod
+    def _first_error(cls, text: str) -> "Failure":
         lines = [re.sub(r"^(\[[^\]]*\]:?\s?)+", "", line) for line in text.splitlines()]
         for number, line in enumerate(lines):
             if line.startswith("Traceback (most recent call last)"):

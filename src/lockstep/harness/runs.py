@@ -134,11 +134,10 @@ class CommandRuns:
         """Say why a run did not get to its end."""
         command = next((command for command in commands if command.code), commands[0])
         failure = Failure.read(command.text)
-        advice = re.search(r"^\s*try: (.*)$", command.text, re.MULTILINE)
+        advice = failure.advice or "run the command by itself"
         error = re.sub(r"^lockstep\.errors\.\w+: ", "", failure.error)
         where = f" at {failure.place}" if failure.place else ""
         return LaunchError(
             f"the command did not get through ({name}: {ended}): {error}{where}",
-            f"{advice[1] if advice else 'run the command by itself'}; "
-            f"all it printed is in {command.output}",
+            f"read what it printed in {command.output}; {advice}",
         )

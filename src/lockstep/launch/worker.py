@@ -7,7 +7,6 @@ record of how it ended. Does not own: the group; the script joins it.
 """
 
 import atexit
-import ctypes
 import faulthandler
 import json
 import os
@@ -31,6 +30,7 @@ from typing import Any, NoReturn
 from lockstep.dist import position
 from lockstep.dist.detect import LAUNCH_ID, shows_traceback
 from lockstep.errors import LaunchError, LockstepError, plain, sentence, shown
+from lockstep.parent import end_with_parent
 from lockstep.signals import last_exit_code
 
 RECORD = "end.json"
@@ -41,13 +41,12 @@ PLACE = "place.txt"
 """Where a rank writes down what it is at, when its launcher asks with SIGUSR2."""
 FIRST_FAILURE = "LOCKSTEP_FIRST_FAILURE"
 """Names the file of a job in which the first rank that fails says how; `job.sh` reads it."""
-PR_SET_PDEATHSIG = 1
 
 
 def work(*words: str) -> None:
     """Run `python *words` in this process."""
     atexit.unregister(os._exit)  # what `warm` put there was meant for the process it is in
-    end_with_parent()
+    end_with_server()
     os.environ[LAUNCH_ID] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     if os.environ["LOCAL_RANK"] == "0":
@@ -234,12 +233,7 @@ def note_end(code: int) -> None:
         runtime.note_failure()
 
 
-def follow_parent() -> None:
-    """Have the kernel end this process when the one that started it has ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def end_with_parent() -> None:
+def end_with_server() -> None:
     """Have the kernel end this process when the one that forked it is gone.
 
     That one ends when nobody holds the other end of its pipe but the launcher; it hands
@@ -249,7 +243,7 @@ def end_with_parent() -> None:
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
-    follow_parent()
+    end_with_parent()
     if os.getppid() == 1:  # it is gone already
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 
 from lockstep.callback import SAME_CALLBACKS, Callback, Callbacks
-from lockstep.checkpoint import (
-    Checkpoint,
-    CheckpointStore,
-    FolderLock,
-)
+from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock
 from lockstep.checkpoint.layout import damaged
 from lockstep.checkpoint.manifest import in_brief
 from lockstep.config import RunConfig
@@ -44,6 +40,7 @@ from lockstep.errors import CheckpointError, ConfigError, own_exit_code
 from lockstep.exact.determinism import fingerprint, set_numerics
 from lockstep.exact.reducer import ExactReducer
 from lockstep.observe.events import log_name
+from lockstep.plan import Contract
 from lockstep.randomness import seed_all, seed_everything
 from lockstep.run.average import Averages
 from lockstep.run.early_exit import refuse_early_exit
@@ -84,147 +81,326 @@ def prepare(
     stack.callback(position.own.leave_run)
     stack.enter_context(own_exit_code())
     refuse_early_exit(stack, world, lambda: "the run had not reached its first step")
-    attached = together(world, lambda: Callbacks([*callbacks, *world.callbacks]))
-    stack.enter_context(world.inside_run())
-    names = ", ".join(name for name, _ in attached.named())
-    check_same("callbacks", names or "none", world, SAME_CALLBACKS)
-    config = together(world, lambda: attached.configure(task, rehearsed(config), world))
-    folder = Path(config.output_dir)
-    settings = config.model_dump_json(exclude={"output_dir"}) + json.dumps(task.settings())
-    check_same("settings", settings, world)
-    set_numerics(config, world.device, stack)
-    together(world, lambda: _take_folder(folder, config, world, stack))
-    # Two streams: the held-out data do not depend on what the training data drew.
-    seed_everything(world.device, config.seed, "training data")
-    data = together(world, task.train_data)
-    seed_everything(world.device, config.seed, "held-out data")
-    held_out = together(world, lambda: _held_out(task))
-    check_same("numbers of training samples", _length(data), world)
-    check_same("numbers of held-out samples", _length(held_out), world)
-    store = CheckpointStore(
-        folder / "checkpoints", keep_last=config.checkpoint.keep_last, recipe=task.name
-    )
-    together(world, lambda: store.restore_replaced() if world.is_first else None)
-    if world.all_max(int(launched().is_again))[0]:  # machines count restarts each for itself
-        config = together(world, lambda: resume_if_restarted(config, store, launched().job))
-    checkpoint, rejected = together(world, lambda: choose_checkpoint(store, config.resume))
-    found = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
-    check_same("checkpoints to go on from", found, world)
-    is_full = is_full_print_due(world)
-    prints = together(world, lambda: take_prints(data, held_out, config.seed, checkpoint, is_full))
-    named = {"training": data, "held-out": held_out}
-    not_compared = [
-        name
-        for name, dataset in named.items()
-        if not check_same_samples(name, dataset, prints[name], world, SAME_FILES)
-    ]
-    changed = together(world, lambda: changed_data(checkpoint, prints, named))
-    # Not every rank has looked into all files: what one has found counts for all.
-    told = map(json.loads, world.all_texts(json.dumps(changed)))
-    changed = next((found for found in told if found), [])
-    contract = together(
-        world,
-        lambda: contract_or_refusal(
+    builder = _Builder(task, config, world, stack)
+    builder.attach_callbacks(callbacks)
+    with world.phase("open folder"):
+        builder.open_folder()
+    with world.phase("build data"):
+        builder.build_data()
+    with world.phase("find checkpoint"):
+        builder.find_checkpoint()
+        builder.compare_data()
+    with world.phase("plan batches"):
+        builder.plan_batches()
+    with world.phase("build model"):
+        builder.build_model()
+        builder.build_optimizer()
+        return builder.build_run()
+
+
+class _Builder:
+    """The parts of a run that exist so far. Public methods are collective, in this order."""
+
+    checkpoint: Checkpoint | None
+    """What the run resumes from."""
+    rejected: list[tuple[Path, str]]
+    """Newer checkpoints, and why the run cannot resume from them."""
+    changed_data: list[str]
+    """How the data differ from what the checkpoint was trained with."""
+
+    def __init__(self, task: Task, config: RunConfig, world: World, stack: ExitStack) -> None:
+        self.task = task
+        self.config = config
+        self.world = world
+        self.stack = stack
+
+    def attach_callbacks(self, callbacks: Sequence[Callback]) -> None:
+        """Collect the callbacks and let them change the config."""
+        world = self.world
+        self.callbacks = together(world, lambda: Callbacks([*callbacks, *world.callbacks]))
+        self.stack.enter_context(world.inside_run())
+        names = ", ".join(name for name, _ in self.callbacks.named())
+        check_same("callbacks", names or "none", world, SAME_CALLBACKS)
+        self.config = together(world, self._configure)
+
+    def _configure(self) -> RunConfig:
+        return self.callbacks.configure(self.task, rehearsed(self.config), self.world)
+
+    def open_folder(self) -> None:
+        """Lock the run's folder, once the ranks agree on the settings."""
+        config = self.config
+        settings = config.model_dump_json(exclude={"output_dir"}) + json.dumps(self.task.settings())
+        check_same("settings", settings, self.world)
+        set_numerics(config, self.world.device, self.stack)
+        self.folder = Path(config.output_dir)
+        together(self.world, self._lock_folder)
+        self.store = CheckpointStore(
+            self.folder / "checkpoints",
+            keep_last=config.checkpoint.keep_last,
+            recipe=self.task.name,
+        )
+
+    def _lock_folder(self) -> None:
+        """Lock the folder, on the first rank, until the run ends; refuse one that is not safe."""
+        refuse_link(self.folder, log_name(self.world.rank))
+        if self.world.is_first:
+            refuse_shared(self.folder, self.config.allow_shared_folder)
+            lock = FolderLock(self.folder)
+            lock.acquire()
+            self.stack.callback(lock.release)
+
+    def build_data(self) -> None:
+        """Build the training and the held-out data."""
+        world, seed = self.world, self.config.seed
+        # Two streams: the held-out data do not depend on what the training data drew.
+        seed_everything(world.device, seed, "training data")
+        self.data = together(world, self.task.train_data)
+        seed_everything(world.device, seed, "held-out data")
+        self.held_out = together(world, self._build_held_out)
+        check_same("numbers of training samples", _length(self.data), world)
+        check_same("numbers of held-out samples", _length(self.held_out), world)
+
+    def _build_held_out(self) -> Any:
+        """Return the held-out samples, or None when there is not one."""
+        data = self.task.eval_data()
+        if data is not None and is_stream(data):
+            raise ConfigError(
+                "held-out data need a length and an index", "return a list of the samples"
+            )
+        return data if data is not None and len(data) else None
+
+    def find_checkpoint(self) -> None:
+        """Choose the checkpoint to resume from, the same on every rank."""
+        world, store = self.world, self.store
+        together(world, lambda: store.restore_replaced() if world.is_first else None)
+        if world.all_max(int(launched().is_again))[0]:  # machines count restarts each for itself
+            self.config = together(
+                world, lambda: resume_if_restarted(self.config, store, launched().job)
+            )
+        self.checkpoint, self.rejected = together(
+            world, lambda: choose_checkpoint(store, self.config.resume)
+        )
+        found = "none"
+        if self.checkpoint:
+            found = f"{self.checkpoint.path.name} {self.checkpoint.meta.get('ledger')}"
+        check_same("checkpoints to go on from", found, world)
+
+    def compare_data(self) -> None:
+        """Compare the data between ranks, and with what the checkpoint says of them."""
+        world = self.world
+        named = {"training": self.data, "held-out": self.held_out}
+        is_full = is_full_print_due(world)
+        self.prints = together(
+            world,
+            lambda: take_prints(
+                self.data, self.held_out, self.config.seed, self.checkpoint, is_full
+            ),
+        )
+        self.not_compared = [
+            name
+            for name, dataset in named.items()
+            if not check_same_samples(name, dataset, self.prints[name], world, SAME_FILES)
+        ]
+        changed = together(world, lambda: changed_data(self.checkpoint, self.prints, named))
+        # Not every rank has looked into all files: what one has found counts for all.
+        reports = [json.loads(text) for text in world.all_texts(json.dumps(changed))]
+        self.changed_data = next((report for report in reports if report), [])
+        for taken in self.prints.values():
+            taken.pop("old_samples", None)  # was for the comparison with the checkpoint alone
+
+    def plan_batches(self) -> None:
+        """Plan steps and micro-batches, and take the folder over: from here on the run will start.
+
+        The task gets its saved state, before its model: a vocabulary may size its embedding.
+        """
+        world = self.world
+        self.contract = together(world, self._agree_on_contract)
+        together(world, self._load_task_state)
+        self.loader = together(world, self._build_loader)
+        self.loader.is_compared = self.loader.is_compared or not is_stream(self.data)
+        together(world, self._take_folder_over)
+        self.store.generation = world.all_max(self.store.generation)[0]
+
+    def _agree_on_contract(self) -> Contract:
+        task, config, checkpoint = self.task, self.config, self.checkpoint
+        free = free_settings(checkpoint)
+        changes = changed_settings(checkpoint, config, task.settings(), task.may_change, free)
+        gathers = task.gathers and not config.exact
+        return contract_or_refusal(
             checkpoint,
             config,
-            changed_settings(
-                checkpoint, config, task.settings(), task.may_change, free_settings(checkpoint)
-            )
-            + changed,
-            lambda: agree_on_contract(
-                config, data, world.size, checkpoint, task.gathers and not config.exact
-            ),
-        ),
-    )
-    for taken in prints.values():
-        taken.pop("old_samples", None)  # was for the comparison with the checkpoint alone
-    if checkpoint is not None:  # before the model: a vocabulary may size its embedding
-        together(world, lambda: _load_task_state(task, checkpoint))
+            changes + self.changed_data,
+            lambda: agree_on_contract(config, self.data, self.world.size, checkpoint, gathers),
+        )
 
-    def build_loader() -> Loader:
-        if is_stream(data) and (config.schedule.warmup_epochs or not config.checkpoint.every_steps):
+    def _load_task_state(self) -> None:
+        """Give the task what it saved; what it cannot make sense of is the checkpoint's fault."""
+        checkpoint = self.checkpoint
+        if checkpoint is None:
+            return
+        state = checkpoint.load("task")
+        if not isinstance(state, Mapping):
+            raise damaged(checkpoint.path, f"manifest.json: skeletons.task is {in_brief(state)}")
+        try:
+            self.task.load_state(state)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise CheckpointError(
+                f"{checkpoint.path}: the task cannot load its saved state (skeletons.task): "
+                f"{type(error).__name__}: {error!s:.200} at "
+                f"{Path(place.filename).name}:{place.lineno} in {place.name}",
+                "resume with the code that saved it, or use an older checkpoint",
+            ) from error
+
+    def _build_loader(self) -> Loader:
+        config = self.config
+        needs_epochs = config.schedule.warmup_epochs or not config.checkpoint.every_steps
+        if is_stream(self.data) and needs_epochs:
             raise ConfigError(
                 "a stream of training data has no epochs to warm up by or to save after",
-                "schedule.warmup_steps and checkpoint.every_steps",
+                "set schedule.warmup_steps and checkpoint.every_steps",
             )
         return Loader(
-            data,
-            world,
-            plan=contract.plan,
+            self.data,
+            self.world,
+            plan=self.contract.plan,
             epochs=config.epochs,
             max_steps=config.max_steps,
             seed=config.seed,
-            order=task.order(data, config.seed),
-            collate=task.collate,
+            order=self.task.order(self.data, config.seed),
+            collate=self.task.collate,
             config=config.loader,
         )
 
-    loader = together(world, build_loader)
-    loader.is_compared = loader.is_compared or not is_stream(data)
-    together(world, lambda: _settle_folder(folder, task, config, world, store, checkpoint))
-    store.generation = world.all_max(store.generation)[0]
-    seed_all(config.seed, "weights")
-    model = together(world, task.build_model)
-    check_same_model(model, world)
-    if config.sync_batch_norm and world.size > 1:
-        together(world, lambda: synchronise_batch_norm(model, world))
-    together(world, lambda: check_batch_norm(model, checkpoint, contract.plan, config))
-    if (step := padded_step(contract.plan, loader.total_steps)) is not None:
-        refuse_padding(model, num_leaves_of(contract.plan, step), world.size)
-    if config.parallel == "fsdp":
-        together(world, lambda: shard(model, world, task.blocks(model), config.gradients.dtype))
-    else:
-        model.to(world.device)
-    optimizer = together(world, lambda: task.build_optimizer(model, contract.effective_lr))
-    own = {id(parameter) for parameter in model.parameters()}
-    together(world, lambda: check_registered(optimizer, own, "the model", REGISTER))
-    check_same_optimizer(model, optimizer, world)
-    precision, is_whole = choose_precision(config.precision, world.device), not is_sharded(model)
-    kind = world.device.type
-    if precision == torch.float16 and not is_whole and not all(p.dim() for p in model.parameters()):
-        raise ConfigError("parallel=fsdp with fp16 needs parameters with an axis", "precision=bf16")
-    run = Run(
-        task=task,
-        config=config,
-        world=world,
-        contract=contract,
-        loader=loader,
-        held_out=held_out,
-        model=model,
-        optimizer=optimizer,
-        base_rates=[group["lr"] for group in optimizer.param_groups],
-        averages=Averages(model, config.averages if checkpoint else ()),
-        scaler=torch.amp.GradScaler(kind) if precision == torch.float16 else None,
-        # A cache of the weights, cast, would hold all of them until the end of a pass.
-        autocast=torch.autocast(kind, precision, cache_enabled=is_whole) if precision else None,
-        store=store,
-        rejected=rejected,
-        prints=prints,
-        not_compared=not_compared,
-        averaging=Averaging(world, config.gradients.dtype),
-        callbacks=attached,
-        trained_at_start=[name for name, p in model.named_parameters() if p.requires_grad],
-    )
-    if checkpoint is not None:
-        together(world, lambda: run.restore(checkpoint))
-        together(world, lambda: _settle(store, checkpoint, world))
-    if config.compile:
+    def _take_folder_over(self) -> None:
+        """Take the folder over from earlier groups and write the config down.
+
+        What is to be discarded is. From here on nobody else may save into the folder.
+        """
+        if not self.world.is_first:
+            return
+        folder, store, checkpoint = self.folder, self.store, self.checkpoint
+        is_discarding = self.config.resume == "discard"
+        holds_run = (folder / "config.json").exists()
+        if is_discarding and not holds_run and (folder / "checkpoints").exists():
+            raise ConfigError(
+                f"{folder} holds checkpoints and no config.json: whose they are is not known, and "
+                "nothing is discarded",
+                "use another output_dir, or remove them yourself",
+            )
+        try:
+            is_own = checkpoint is not None and is_in(store, checkpoint)
+            store.take_over(checkpoint.step if checkpoint and is_own else -1)
+            if is_discarding and holds_run:
+                store.clear()
+                for name in ("events", "samples", "tensorboard"):
+                    if (folder / name).exists():
+                        shutil.rmtree(folder / name)
+            facts = {
+                "config": self.config.model_dump(mode="json"),
+                "task": self.task.settings(),
+                "world_size": self.world.size,
+                "versions": versions(),
+            }
+            replace_text(folder, "config.json", json.dumps(facts, indent=2) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot prepare {folder}: {error}", "use another output_dir"
+            ) from error
+
+    def build_model(self) -> None:
+        """Build the model, on the device or sharded over ranks."""
+        task, config, world = self.task, self.config, self.world
+        plan = self.contract.plan
+        seed_all(config.seed, "weights")
+        self.model = model = together(world, task.build_model)
+        check_same_model(model, world)
+        if config.sync_batch_norm and world.size > 1:
+            together(world, lambda: synchronise_batch_norm(model, world))
+        together(world, lambda: check_batch_norm(model, self.checkpoint, plan, config))
+        step = padded_step(plan, self.loader.total_steps)
+        if step is not None:
+            refuse_padding(model, num_leaves_of(plan, step), world.size)
+        if config.parallel == "fsdp":
+            together(world, lambda: shard(model, world, task.blocks(model), config.gradients.dtype))
+        else:
+            model.to(world.device)
+
+    def build_optimizer(self) -> None:
+        """Build the optimizer, and choose the dtype to compute in."""
+        world, model = self.world, self.model
+        self.optimizer = together(world, self._build_optimizer)
+        check_same_optimizer(model, self.optimizer, world)
+        self.dtype = choose_precision(self.config.precision, world.device)
+        has_scalar = any(p.dim() == 0 for p in model.parameters())
+        if self.dtype == torch.float16 and is_sharded(model) and has_scalar:
+            raise ConfigError(
+                "parallel=fsdp with fp16 needs parameters with an axis", "set precision=bf16"
+            )
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self.task.build_optimizer(self.model, self.contract.effective_lr)
+        own = {id(parameter) for parameter in self.model.parameters()}
+        check_registered(optimizer, own, "the model", REGISTER)
+        return optimizer
+
+    def build_run(self) -> Run:
+        """Put the parts together, restore them, compile and replicate the model."""
+        config, world, checkpoint = self.config, self.world, self.checkpoint
+        run = self._put_together()
+        if checkpoint is not None:
+            together(world, lambda: run.restore(checkpoint))
+            together(world, lambda: _make_newest(self.store, checkpoint, world))
+        if config.compile:
+            self._compile()
+        if config.exact:
+            run.exact_reducer = ExactReducer(self.model, world, self.task.gathers)
+        run.numerics = fingerprint(world.device)
+        run.replicate()
+        if checkpoint is None:  # only now do all ranks have the first rank's weights
+            run.averages = Averages(self.model, config.averages)
+        return run
+
+    def _put_together(self) -> Run:
+        config, model, kind = self.config, self.model, self.world.device.type
+        scaler = torch.amp.GradScaler(kind) if self.dtype == torch.float16 else None
+        autocast = None
+        if self.dtype:
+            # A cache of the cast weights would keep gathered shards until the end of a pass.
+            autocast = torch.autocast(kind, self.dtype, cache_enabled=not is_sharded(model))
+        return Run(
+            task=self.task,
+            config=config,
+            world=self.world,
+            contract=self.contract,
+            loader=self.loader,
+            held_out=self.held_out,
+            model=model,
+            optimizer=self.optimizer,
+            base_rates=[group["lr"] for group in self.optimizer.param_groups],
+            averages=Averages(model, config.averages if self.checkpoint else ()),
+            scaler=scaler,
+            autocast=autocast,
+            store=self.store,
+            rejected=self.rejected,
+            prints=self.prints,
+            not_compared=self.not_compared,
+            averaging=Averaging(self.world, config.gradients.dtype),
+            callbacks=self.callbacks,
+            trained_at_start=[name for name, p in model.named_parameters() if p.requires_grad],
+        )
+
+    def _compile(self) -> None:
         from torch._inductor import config as compiler
 
-        compiler.triton.cudagraphs = config.compile == "graphs"
-        task.compile(model)
-        # What a step leaves in the memory of its graphs may be written over from the next one on,
-        # and not before: gradients of several micro-batches lie there.
+        graphs = self.config.compile == "graphs"
+        self.stack.enter_context(compiler.patch({"triton.cudagraphs": graphs}))
+        self.task.compile(self.model)
+        # Graphs may overwrite the memory of an earlier step, which gradients of several
+        # micro-batches share: so a step begins after an update, and nowhere else.
         new_step = torch.compiler.cudagraph_mark_step_begin
         new_step()  # type: ignore[no-untyped-call]
-        optimizer.register_step_post_hook(lambda *_: new_step())  # type: ignore[no-untyped-call]
-    if config.exact:
-        run.exact_reducer = ExactReducer(model, world, task.gathers)
-    run.numerics = fingerprint(world.device)
-    run.replicate()
-    if checkpoint is None:  # only now do all ranks have the first rank's weights
-        run.averages = Averages(model, config.averages)
-    return run
+        self.optimizer.register_step_post_hook(lambda *_: new_step())  # type: ignore[no-untyped-call]
 
 
 def is_in(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
@@ -232,11 +408,11 @@ def is_in(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
     return checkpoint.path.resolve() == store.path(checkpoint.step).resolve()
 
 
-def _settle(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> None:
+def _make_newest(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> None:
     """Make the checkpoint that the run resumes from the newest here, with its names.
 
     One from elsewhere, or that was set aside, is copied: until the first save the run would
-    have nothing else to go on from.
+    have nothing else to resume from.
     """
     if not world.is_first:
         return
@@ -249,79 +425,10 @@ def _settle(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> Non
         store.name(checkpoint.step, name)
 
 
-def _take_folder(folder: Path, config: RunConfig, world: World, stack: ExitStack) -> None:
-    """Lock the run's folder, on the first rank, until the run ends; refuse one that is not safe."""
-    refuse_link(folder, log_name(world.rank))
-    if world.is_first:
-        refuse_shared(folder, config.allow_shared_folder)
-        lock = FolderLock(folder)
-        lock.acquire()
-        stack.callback(lock.release)
-
-
-def _settle_folder(
-    folder: Path,
-    task: Task,
-    config: RunConfig,
-    world: World,
-    store: CheckpointStore,
-    checkpoint: Checkpoint | None,
-) -> None:
-    """Take the folder over from earlier groups and write the config down: the run will start.
-
-    What is to be discarded is. From here on nobody else may save into the folder.
-    """
-    if not world.is_first:
-        return
-    holds_run = (folder / "config.json").exists()
-    if config.resume == "discard" and not holds_run and (folder / "checkpoints").exists():
-        raise ConfigError(
-            f"{folder} holds checkpoints and no config.json: whose they are is not known, and "
-            "nothing is discarded",
-            "another output_dir, or remove them yourself",
-        )
-    try:
-        is_own = checkpoint is not None and is_in(store, checkpoint)
-        store.take_over(checkpoint.step if checkpoint and is_own else -1)
-        if config.resume == "discard" and holds_run:
-            store.clear()
-            for name in ("events", "samples", "tensorboard"):
-                if (folder / name).exists():
-                    shutil.rmtree(folder / name)
-        facts = {"task": task.settings(), "world_size": world.size, "versions": versions()}
-        text = json.dumps({"config": config.model_dump(mode="json"), **facts}, indent=2)
-        replace_text(folder, "config.json", text + "\n")
-    except OSError as error:
-        raise CheckpointError(f"cannot prepare {folder}: {error}", "another output_dir") from error
-
-
-def _load_task_state(task: Task, checkpoint: Checkpoint) -> None:
-    """Give the task what it saved; what it cannot make sense of is the checkpoint's fault."""
-    state = checkpoint.load("task")
-    if not isinstance(state, Mapping):
-        raise damaged(checkpoint.path, f"manifest.json: skeletons.task is {in_brief(state)}")
-    try:
-        task.load_state(state)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise CheckpointError(
-            f"{checkpoint.path}: the task cannot load its saved state (skeletons.task): "
-            f"{type(error).__name__}: {error!s:.200} at {Path(place.filename).name}:{place.lineno} "
-            f"in {place.name}",
-            "resume with the code that saved it, or use an older checkpoint",
-        ) from error
-
-
-def _held_out(task: Task) -> Any:
-    """Return the held-out samples, or None when there is not one."""
-    data = task.eval_data()
-    if data is not None and is_stream(data):
-        raise ConfigError("held-out data need a length and an index", "a list of the samples")
-    return data if data is not None and len(data) else None
-
-
 def _length(data: Any) -> str:
-    return "none" if data is None else "a stream" if is_stream(data) else str(len(data))
+    if data is None:
+        return "none"
+    return "a stream" if is_stream(data) else str(len(data))
 
 
 def choose_precision(wanted: str, device: torch.device) -> torch.dtype | None:

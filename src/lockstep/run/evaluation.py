@@ -25,7 +25,7 @@ from lockstep.exact.tree import TreeSum, sum_nodes
 from lockstep.randomness import seed_everything
 from lockstep.signals import StopRequested
 from lockstep.step.partial import as_partial, number
-from lockstep.task import Context, Task
+from lockstep.task import Context, PartialLoss, Task
 
 
 @contextmanager
@@ -62,8 +62,8 @@ def evaluate(
     Sums and weights travel in float64 and are divided once, at the end: a mean
     of means would weigh a rank's short last batch too much. They are added along one tree
     over the batches, so that the number of ranks does not show in the last bit either.
-    Where the model is cut over ranks, all make as many passes.
-    Where terms of the loss have units of their own, the data are read twice: first to count.
+    Where the model is sharded, every rank makes the same number of passes.
+    Where terms of the loss have units of their own, the data are read twice: first to count them.
 
     Args:
         stop_code: Called before every batch; returns the exit code of a stop signal that this
@@ -75,93 +75,126 @@ def evaluate(
         StopRequested: on all ranks, before the same batch, if a rank was asked to stop. What was
             measured until then is dropped.
     """
+    metrics = together(world, lambda: _new_metrics(task, world.device), every_exception=True)
+    num_batches = -(-len(data) // batch_size)
     pads_rounds = is_sharded(model)
+    has_units = type(task).evaluate is Task.evaluate and type(task).weights is not Task.weights
+    mean_units: Mapping[str, Tensor | float] = {}
+    if has_units:
+        mean_units = evaluate(
+            _Units(task),
+            model,
+            data,
+            world,
+            batch_size=batch_size,
+            seed=seed,
+            step=step,
+            loader=loader,
+            stop_code=stop_code,
+        )
+    sums = _Sums(num_batches, world)
 
-    def begin_metrics() -> Mapping[str, Any]:
-        metrics = task.metrics()
-        for metric in metrics.values():
-            metric.reset()
-            if isinstance(metric, nn.Module):
-                metric.to(world.device)
-        return metrics
+    def measure(micro_batch: MicroBatch) -> PartialLoss | Tensor | Mapping[str, Any]:
+        place = micro_batch.leaf.place
+        context = Context(world, seed, step, place, training=False, counts=micro_batch.counts)
+        seed_everything(world.device, seed, "evaluation", place)
+        units = mean_units or task.weights(micro_batch.data, context)
+        divisors = {name: _divisor(num, world.device) for name, num in units.items()}
+        seed_everything(world.device, seed, "evaluation", place)
+        with autocast or nullcontext():
+            return task.evaluate(model, micro_batch.data, replace(context, weights=divisors))
 
-    metrics = together(world, begin_metrics, every_exception=True)
-
-    typical: Mapping[str, Tensor | float] = {}
-    if type(task).evaluate is Task.evaluate and type(task).weights is not Task.weights:
-        how: Any = {"batch_size": batch_size, "seed": seed, "step": step, "loader": loader}
-        typical = evaluate(_Units(task), model, data, world, **how, stop_code=stop_code)
-    num_leaves = -(-len(data) // batch_size)
-    places = share(num_leaves, world.rank, world.size)
-    local: dict[str, TreeSum] = {}  # of the sum, flat, and the weight behind it
-    num_added: dict[str, int] = {}
-
-    def add(name: str, index: int, blank: Tensor, *rows: Tensor) -> None:
-        """Add a row to a sum; a batch that did not measure `name` has added nothing to it."""
-        tree = local.setdefault(name, TreeSum(num_leaves))
-        for place in places[num_added.get(name, 0) : index]:
-            tree.add((0, place), [blank.clone()])
-        for row in rows:
-            tree.add((0, places[index]), [row])
-        num_added[name] = index + 1
-
-    def measure() -> None:
+    def measure_all() -> None:
         batches = read_held_out(data, batch_size, world, seed, task.collate, loader, pads_rounds)
-        num_rounds = -(-num_leaves // world.size)
-        for micro_batch in _in_rounds(batches, num_rounds, world, stop_code):
-            place = micro_batch.leaf.place
-            context = Context(world, seed, step, place, training=False, counts=micro_batch.counts)
-            seed_everything(world.device, seed, "evaluation", place)
-            counted = (typical or task.weights(micro_batch.data, context)).items()
-            own = {k: (n := number(v, world.device)).masked_fill(n <= 0, 1) for k, v in counted}
-            seed_everything(world.device, seed, "evaluation", place)
-            with autocast or nullcontext():
-                result = task.evaluate(model, micro_batch.data, replace(context, weights=own))
-            if not micro_batch.counts:  # and comes first: what it has left in the metrics goes
-                for metric in metrics.values():
-                    metric.reset()
+        for micro_batch in _in_rounds(batches, -(-num_batches // world.size), world, stop_code):
+            result = measure(micro_batch)
+            if not micro_batch.counts:  # it comes first: drop what it has left in the metrics
+                _reset(metrics)
                 continue
             if not isinstance(result, Mapping):
-                part = as_partial(result, micro_batch, bool(typical))
+                part = as_partial(result, micro_batch, is_averaged=has_units)
                 result = {"loss": (part.loss_sum, part.weight), **part.parts}
-            for name, (value, weight) in result.items():
-                value, weight = (torch.as_tensor(n, dtype=torch.float64) for n in (value, weight))
-                local_shapes[name] = value.shape
-                row = torch.cat([value.ravel().cpu(), weight.reshape(1).cpu()])
-                add(name, place - places.start, torch.zeros_like(row), row)
+            sums.add(micro_batch.leaf.place, result)
 
-    local_shapes: dict[str, Sequence[int]] = {}
     try:
         with evaluating(model):
-            together(world, measure, every_exception=can_agree(model, world))
+            together(world, measure_all, every_exception=can_agree(model, world))
     except StopRequested:
-        for metric in metrics.values():
-            metric.reset()
+        _reset(metrics)
         raise
-
-    # A rank may lack a name, or have no sample at all: all ranks line up all names.
-    shapes: dict[str, Sequence[int]] = {}
-    for text in world.all_texts(json.dumps(local_shapes)):
-        shapes |= json.loads(text)
-    lengths = [math.prod(shape) + 1 for shape in shapes.values()]
-    blanks = [torch.zeros(length, dtype=torch.float64) for length in lengths]
-    for name, blank in zip(shapes, blanks, strict=True):
-        add(name, len(places), blank)
-    sums: dict[str, Tensor] = {}
-    if shapes:  # side by side, for one collective
-        nodes = zip(*(local[name].nodes for name in shapes), strict=True)
-        beside = [(same[0][0], [torch.cat([row for _, (row,) in same])]) for same in nodes]
-        total = sum_nodes(TreeSum(num_leaves, beside), torch.cat(blanks), world)
-        sums = dict(zip(shapes, torch.split(total, lengths), strict=True))
-    means = {  # what has not a single unit has no mean
-        name: (row[:-1] / row[-1]).reshape(shapes[name]) for name, row in sums.items() if row[-1]
-    }
+    means = sums.means()
 
     def report() -> dict[str, float]:
         measured = {name: float(metric.compute()) for name, metric in metrics.items()}
         return {**task.derive(means), **measured}
 
     return together(world, report, every_exception=True)
+
+
+def _new_metrics(task: Task, device: torch.device) -> Mapping[str, Any]:
+    metrics = task.metrics()
+    _reset(metrics)
+    for metric in metrics.values():
+        if isinstance(metric, nn.Module):
+            metric.to(device)
+    return metrics
+
+
+def _reset(metrics: Mapping[str, Any]) -> None:
+    for metric in metrics.values():
+        metric.reset()
+
+
+def _divisor(num_units: Tensor | float, device: torch.device) -> Tensor:
+    num = number(num_units, device)
+    return num.masked_fill(num <= 0, 1)
+
+
+class _Sums:
+    """What held-out batches measured, by name, added along one tree over all batches."""
+
+    def __init__(self, num_batches: int, world: World) -> None:
+        self.world = world
+        self.num_batches = num_batches
+        self._places = share(num_batches, world.rank, world.size)
+        self._trees: dict[str, TreeSum] = {}
+        """Of one row for each of this rank's batches: the sum, flat, then its weight."""
+        self._num_added: dict[str, int] = {}
+        self._shapes: dict[str, Sequence[int]] = {}
+
+    def add(self, place: int, measured: Mapping[str, tuple[Any, Any]]) -> None:
+        """Add the sums and weights of the batch at `place`."""
+        for name, (value, weight) in measured.items():
+            value = torch.as_tensor(value, dtype=torch.float64)
+            weight = torch.as_tensor(weight, dtype=torch.float64)
+            self._shapes[name] = value.shape
+            row = torch.cat([value.ravel().cpu(), weight.reshape(1).cpu()])
+            self._add_zeros(name, place, row)
+            self._trees[name].add((0, place), [row])
+            self._num_added[name] += 1
+
+    def _add_zeros(self, name: str, stop: int, like: Tensor) -> None:
+        """Add a row of zeros for each batch before `stop` that did not measure `name`."""
+        tree = self._trees.setdefault(name, TreeSum(self.num_batches))
+        added = self._num_added.get(name, 0)
+        missed = range(self._places.start + added, stop)
+        for place in missed:
+            tree.add((0, place), [torch.zeros_like(like)])
+        self._num_added[name] = added + len(missed)
+
+    def means(self) -> dict[str, Tensor]:
+        """Return sum / weight of each name that any rank measured. Collective."""
+        shapes: dict[str, Sequence[int]] = {}
+        for text in self.world.all_texts(json.dumps(self._shapes)):
+            shapes |= json.loads(text)
+        means = {}
+        for name, shape in shapes.items():
+            zeros = torch.zeros(math.prod(shape) + 1, dtype=torch.float64)
+            self._add_zeros(name, self._places.stop, zeros)
+            total = sum_nodes(self._trees[name], zeros, self.world)
+            if total[-1]:  # what has not a single unit has no mean
+                means[name] = (total[:-1] / total[-1]).reshape(shape)
+        return means
 
 
 def can_agree(model: nn.Module, world: World) -> bool:
@@ -192,7 +225,7 @@ def _in_rounds(
 
 
 class _Units(Task):
-    """Measures how many units of each term a held-out batch has on the average.
+    """Measures how many units of each term a held-out batch has on average.
 
     Divided by these, terms come out, in the mean over batches, as means over all units.
     """

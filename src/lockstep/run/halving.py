@@ -21,7 +21,7 @@ def halve(run: Run, problem: str, events: EventLog) -> None:
     if plan.leaf_size == 1:
         raise OutOfMemoryError(
             f"step {step + 1}: one sample does not fit in memory: {problem}",
-            "a smaller model or sample, or precision=bf16",
+            "use a smaller model or sample, or precision=bf16",
         )
     halved = plan.halved()
     run.contract, run.loader.plan = replace(run.contract, plan=halved), halved

@@ -76,14 +76,14 @@ def choose_checkpoint(
         found = newest.path if newest else rejected[0][0]
         raise ConfigError(
             f"{found} is from an earlier run, and resume is 'never'",
-            "resume=auto to go on with it, or another output_dir",
+            "pass resume=auto to continue it, or use another output_dir",
         )
     left = [(path, "set aside") for path in sorted(store.folder.glob("superseded_*"))]
     if newest is None and (rejected or left):  # killed while it went elsewhere, perhaps
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected + left)
         raise CheckpointError(
             f"no checkpoint in {store.folder} is whole ({reasons})",
-            "another output_dir, or the path of one to resume",
+            "use another output_dir, or pass the path of a checkpoint to resume",
         )
     return newest, rejected
 

@@ -261,7 +261,9 @@ class Run:
         """
         checkpoint, _ = self.store.latest(check_saved_run)
         if checkpoint is None:
-            raise NonFiniteError("there is no checkpoint to rewind to", "checkpoint.every_steps")
+            raise NonFiniteError(
+                "there is no checkpoint to rewind to", "set checkpoint.every_steps"
+            )
         self._restore_weights(checkpoint)
         return checkpoint.step
 
@@ -302,7 +304,7 @@ class Run:
             if name not in checkpoint.parts:
                 raise CheckpointError(
                     f"{checkpoint.path} holds no average of decay {decay}",
-                    f"the decays it was saved with: {', '.join(saved) or 'none'}",
+                    f"use the decays it was saved with: {', '.join(saved) or 'none'}",
                 )
             always = checkpoint.meta.get("trained_at_start", self.trained_at_start)
             self.averages.load_state(decay, checkpoint.load(name), required=always)
@@ -329,7 +331,7 @@ class Run:
                 old = ", ".join(f"{n} {group.get(n)} -> {value}" for n, value in changed.items())
                 raise ConfigError(
                     f"the checkpoint was trained with another optimizer: {old}",
-                    "the old settings, or accept_changes=true to go on with the new ones",
+                    "restore the old settings, or pass accept_changes=true to use the new ones",
                 )
             if changed.keys() - group.keys():  # of another kind: what it has is none of ours
                 self.optimizer.state.clear()

@@ -8,11 +8,12 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint import BackgroundWriter, Written, share_of, snapshot
+from lockstep.checkpoint import BackgroundWriter, Share, Written, share_of, snapshot
 from lockstep.dist.agreement import SAME_STATE, state_difference, together
 from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.same_state import different_weights, weights_difference
@@ -20,12 +21,26 @@ from lockstep.errors import CheckpointError, ConfigError, TakenOverError
 from lockstep.run.record import Record
 from lockstep.run.run import Run
 
+Files = dict[str, dict[str, Any]]
+"""What the manifest says of each file, by name."""
+
+
+@dataclass
+class _PendingCommit:
+    """A checkpoint whose shares are being written, each by its rank."""
+
+    commit: Callable[[Files], object]
+    """Commits it, once it is told what all ranks have written."""
+    files: Files = field(default_factory=dict)
+    """What this rank has written."""
+
 
 class Saver:
     """Saves one run, one checkpoint at a time."""
 
     def __init__(self, run: Run, record: Record, stack: ExitStack) -> None:
-        self.run, self.record = run, record
+        self.run = run
+        self.record = record
         self.writer: BackgroundWriter = BackgroundWriter()
         stack.push(self._close)
         self.saved_step = run.progress.step if run.resumed_from else None
@@ -35,15 +50,17 @@ class Saver:
         """Whether a save that fails can no longer be made good by another."""
         self.run_has_failed = False
         """Whether the run ends by something else, which a save that fails must not hide."""
-        self._best = run.progress.best, run.progress.best
-        """The best metric that has a checkpoint, and the best once the last save is done."""
-        self._lost: tuple[int | None, float | None] = -1, None
-        """The step of a best checkpoint that could not be saved, and its metric."""
+        self._best_saved = run.progress.best
+        """The best metric that has a checkpoint."""
+        self._best_pending = run.progress.best
+        """What that will be once the save under way is done."""
+        self._lost_step: int | None = -1
+        """The step of a best checkpoint that could not be saved."""
+        self._lost_best: float | None = None
+        """Its metric."""
         self._spare: dict[str, Tensor] = {}
         """The copy that was saved last; no save is under way when the next one is made."""
-        self._files: dict[str, dict[str, Any]] = {}
-        """What this rank wrote for a checkpoint that awaits the shares of the others."""
-        self._commit: Callable[[dict[str, dict[str, Any]]], object] | None = None
+        self._pending: _PendingCommit | None = None
 
     def save(
         self, metrics: Mapping[str, float], is_best: bool = False, replace: bool = False
@@ -56,12 +73,10 @@ class Saver:
             ConfigError: on all ranks, once it is saved, if `Task.state` differs between them; and
                 without saving, if their weights or optimizer settings do.
         """
-        world = self.run.world
-        apart = weights_difference(
-            {"": unwrap(self.run.model)}, {"": self.run.optimizer}, self.run.world
-        )
-        if apart:
-            self._refuse_weights(apart)
+        world, model = self.run.world, unwrap(self.run.model)
+        difference = weights_difference({"": model}, {"": self.run.optimizer}, world)
+        if difference:
+            self._refuse_weights(difference)
             return
         difference = state_difference(together(world, self.run.task.state), world)
         self._save(metrics, is_best, replace)
@@ -73,36 +88,36 @@ class Saver:
         self.finish_save()
         step = self.run.progress.step
         error = different_weights(difference, f"; step {step} is not saved")
-        if not self.run_has_failed:
-            raise error
-        self.record.events.write("warning", step, message=f"NOT SAVED: {error.problem}")
+        self._raise_or_warn(error, f"NOT SAVED: {error.problem}")
 
     def _refuse_state(self, difference: str) -> None:
-        """Stop a run whose task remembers something else on every rank: a resume would lose it."""
+        """Stop a run whose task's state differs between ranks: a resume would lose it."""
         self.finish_save()
         step = self.run.progress.step
         where = f"step {step} was saved with rank 0's" if self.saved_step == step else "not saved"
         problem = f"Task.state() differs between ranks: {difference}; {where}"
+        self._raise_or_warn(ConfigError(problem, SAME_STATE), problem)
+
+    def _raise_or_warn(self, error: ConfigError, warning: str) -> None:
         if not self.run_has_failed:
-            raise ConfigError(problem, SAME_STATE)
-        self.record.events.write("warning", step, message=problem)
+            raise error
+        self.record.events.write("warning", self.run.progress.step, message=warning)
 
     def _save(self, metrics: Mapping[str, float], is_best: bool, replace: bool) -> None:
         began = time.monotonic()
         self.finish_save()
-        run, saving = self.run, self.run.config.checkpoint
-        step = self.saved_step = run.progress.step
-        if self._lost[0] == step:  # the same weights once more
-            is_best, run.progress.best = True, self._lost[1]
-        self._best = self._best[1], run.progress.best
+        run = self.run
+        step = run.progress.step
+        self.saved_step = step
+        if self._lost_step == step:  # the same weights once more
+            is_best = True
+            run.progress.best = self._lost_best
+        self._best_saved = self._best_pending
+        self._best_pending = run.progress.best
         self.record.sum_ledger()
         names = self._names(is_best)
         meta = {**run.meta(run.progress), "names": names, "metrics": dict(metrics)}
-        is_sharded = saving.sharded and run.world.size > 1
-        parts = together(run.world, lambda: self._copy(is_sharded))
-        # Written before the checkpoint can exist: a resume from it must find this in the record.
-        path, stall_s = str(run.store.path(step)), time.monotonic() - began
-        self.record.events.write("saving", step, path=path, stall_s=stall_s)
+        path = str(run.store.path(step))
 
         def commit(what: Any) -> None:
             if what:
@@ -112,53 +127,56 @@ class Saver:
             self.committed_step = step
             self.record.events.write("checkpoint", step, path=path)
 
-        def write_share() -> None:
-            self._files = run.store.write_share(step, parts)
-
-        if is_sharded:
-            try:
-                needed = parts.num_bytes * run.world.size  # ranks have as much each, to a row
-                begun = together(
-                    run.world, lambda: run.world.is_first and run.store.begin(step, needed, replace)
-                )
-            except CheckpointError as error:
-                self._not_saved(error)
-                return
-            if not run.world.all_max(int(begun))[0]:
-                is_sharded, parts = False, None  # it is there, but for its names
-        if is_sharded:
-            self._commit = lambda files: commit(Written(parts.skeletons, files))
-            self.writer.submit(write_share)
-        elif run.world.is_first:
-            self.writer.submit(lambda: commit(parts))
-        if not saving.background:
+        is_sharded = run.config.checkpoint.sharded and run.world.size > 1
+        parts = together(run.world, lambda: self._copy(is_sharded))
+        # Written before the checkpoint can exist: a resume from it must find this in the record.
+        stall_s = time.monotonic() - began
+        self.record.events.write("saving", step, path=path, stall_s=stall_s)
+        try:
+            if is_sharded and self._begin(parts, step, replace):
+                self._submit_share(parts, step, commit)
+            elif run.world.is_first:  # shares that are there already lack their names
+                self.writer.submit(lambda: commit(None if is_sharded else parts))
+        except CheckpointError as error:
+            self._not_saved(error)
+            return
+        if not run.config.checkpoint.background:
             self.finish_save()
 
-    @property
-    def votes(self) -> tuple[bool, bool]:
-        """Whether a save has failed on this rank, and whether one is under way."""
-        return self.writer.has_failed, self.writer.is_busy
+    def _begin(self, share: Share, step: int, replace: bool) -> bool:
+        """Make room for a checkpoint of shares; say if there is none of its step. Collective."""
+        world, store = self.run.world, self.run.store
+        needed = share.num_bytes * world.size  # ranks have as much each, to a row
+        begun = together(world, lambda: world.is_first and store.begin(step, needed, replace))
+        return bool(world.all_max(int(begun))[0])
 
-    def finish_save_if_ready(self, has_failed: int, is_busy: int) -> None:
+    def _submit_share(self, share: Share, step: int, commit: Callable[[Any], None]) -> None:
+        """Let the writer write this rank's share, to be committed with those of the others."""
+        pending = _PendingCommit(lambda files: commit(Written(share.skeletons, files)))
+
+        def write() -> None:
+            pending.files = self.run.store.write_share(step, share)
+
+        self._pending = pending
+        self.writer.submit(write)
+
+    def finish_save_if_ready(self, has_failed: bool, is_busy: bool) -> None:
         """Finish a save that has failed on any rank, or is complete on all. Collective."""
-        if has_failed or (self._commit and not is_busy):
+        if has_failed or (self._pending and not is_busy):
             self.finish_save(wait=False)
 
     def finish_save(self, wait: bool = True) -> None:
         """Wait for the save under way, commit it once every share is there. Collective.
 
         Raises:
-            CheckpointError: on all ranks, why it failed, unless the run may go on without.
+            CheckpointError: on all ranks, why it failed, unless the run may continue without.
         """
         world = self.run.world
         try:
             together(world, self.writer.wait)
-            if self._commit is not None:
-                commit, self._commit = self._commit, None
-                said = map(json.loads, world.all_texts(json.dumps(self._files)))
-                files = {name: facts for share in said for name, facts in share.items()}
-                if world.is_first:
-                    self.writer.submit(lambda: commit(files))
+            if self._pending:
+                self._submit_commit(self._pending)
+                self._pending = None
                 if not wait:
                     return
                 together(world, self.writer.wait)
@@ -166,6 +184,14 @@ class Saver:
                 self.committed_step = self.saved_step
         except CheckpointError as error:
             self._not_saved(error)
+
+    def _submit_commit(self, pending: _PendingCommit) -> None:
+        """Let the first rank commit what all ranks have written. Collective."""
+        files: Files = {}
+        for text in self.run.world.all_texts(json.dumps(pending.files)):
+            files |= json.loads(text)
+        if self.run.world.is_first:
+            self.writer.submit(lambda: pending.commit(files))
 
     def _names(self, is_best: bool) -> list[str]:
         """Return the names that a checkpoint of now has beside its step's."""
@@ -202,11 +228,14 @@ class Saver:
 
     def _not_saved(self, error: CheckpointError) -> None:
         """Leave nothing half done; then stop, or say it loudly, as the run was told to."""
-        progress, (kept, lost) = self.run.progress, self._best
-        if progress.best == lost != kept:  # later ones are compared with what is there
-            self._lost, progress.best = (self.saved_step, lost), kept
-        self._best = kept, kept
-        self._commit = self.saved_step = None
+        progress = self.run.progress
+        if progress.best == self._best_pending != self._best_saved:
+            self._lost_step = self.saved_step
+            self._lost_best = progress.best
+            progress.best = self._best_saved  # later ones are compared with what is there
+        self._best_pending = self._best_saved
+        self._pending = None
+        self.saved_step = None
         if self.run.world.is_first:
             self.run.store.sweep()
         # A run that another one has replaced can never save again, whatever it was told.

@@ -72,7 +72,10 @@ class SkippedSteps:
         except CheckpointError as error:  # it must not hide what has happened
             evidence, again = "", f"the state that met it is not kept: {error.problem}"
         message = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}"
-        remedy = "a lower learning rate, a longer warm-up, precision=fp32, or on_non_finite=skip; "
+        remedy = (
+            "lower the learning rate, lengthen the warm-up, set precision=fp32, "
+            "or set on_non_finite=skip; "
+        )
         if weight < 0:
             message = f"step {step + 1}: the total weight of the loss is {weight:g}, below 0"
             remedy = "return a weight of 0 or more for every micro-batch; "

@@ -34,7 +34,7 @@ def fit_together(work: Callable[[], Rows], reduction: Reduction) -> Rows:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        problem = OutOfMemoryError(str(error).splitlines()[0], "a smaller batch_size")
+        problem = OutOfMemoryError(str(error).splitlines()[0], "lower batch_size")
     # Outside of the handler: inside, the error still holds what filled the memory.
     if problem:
         reduction.model.zero_grad(set_to_none=True)

@@ -42,12 +42,16 @@ def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
     is_real = isinstance(loss, Tensor) and not loss.is_complex()
     if not is_real or loss.numel() != 1 or not loss.requires_grad:
         problem = f"the loss of a micro-batch is {loss!r:.80}, not one number with a gradient"
-        raise ConfigError(problem, "a mean, or a PartialLoss; 0 * output.sum() where there is none")
+        raise ConfigError(
+            problem, "return a mean or a PartialLoss; where nothing counts, 0 * output.sum()"
+        )
     names = sorted(part.parts)
     if before is not None and names != before:
         said = " and ".join(", ".join(one) or "none" for one in (before, names))
         problem = f"two micro-batches of a step have different parts of the loss: {said}"
-        raise ConfigError(problem, "the same for each, with a sum and a weight of 0 for nothing")
+        raise ConfigError(
+            problem, "return the same parts for each, with sum 0 and weight 0 where one is empty"
+        )
     return names
 
 

@@ -67,11 +67,13 @@ def convert(argv: Sequence[str]) -> str:
     add("--seed", type=int, default=0, help="decides which are held out")
     args = parser.read(argv)
     if not 0 <= args.val_share < 1:
-        raise ConfigError(f"--val_share {args.val_share} is no share", "0.2")
+        raise ConfigError(
+            f"--val_share {args.val_share} is not from 0 to 1", "pass --val_share 0.2"
+        )
     if args.output.exists():
-        raise DataError(f"{args.output} exists", "another folder, or remove it")
+        raise DataError(f"{args.output} exists", "pass another --output, or remove it")
     if not args.source.exists():
-        raise DataError(f"{args.source} does not exist", "a folder, a .tar.xz or an HDF5 file")
+        raise DataError(f"{args.source} does not exist", "pass a folder, a .tar.xz or an HDF5 file")
     aside = args.output.with_name(f".{args.output.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -101,7 +103,8 @@ def opened(source: Path, width: int) -> Iterator[list[Recording]]:
         widths = Counter(recording.actions.shape[1] for recording in found)
         if width not in widths:
             listed = ", ".join(f"{w} ({n} episodes)" for w, n in sorted(widths.items()))
-            raise DataError(f"no actions of {width} columns; there are {listed}", "--width")
+            problem = f"no episode has actions of {width} columns; there are {listed}"
+            raise DataError(problem, "pass one of these as --width")
         yield [recording for recording in found if recording.actions.shape[1] == width]
 
 
@@ -133,14 +136,17 @@ def _unpack(source: Path, folder: Path) -> None:
         with tarfile.open(source) as archive:
             archive.extractall(folder, filter="data")
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(f"{source} is no archive that can be read: {error}", "a .tar.xz") from error
+        raise DataError(
+            f"cannot read the archive {source}: {error}", "pass a .tar.xz file"
+        ) from error
 
 
 def _robots(source: Path) -> Iterator[Recording]:
     try:
         lines = (source / "meta.jsonl").read_text().splitlines()
     except OSError:
-        raise DataError(f"{source} holds neither meta.jsonl nor HDF5 files", "--help") from None
+        problem = f"{source} holds neither meta.jsonl nor HDF5 files"
+        raise DataError(problem, "read --help for the layouts that can be converted") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -153,8 +159,8 @@ def _robots(source: Path) -> Iterator[Recording]:
             names = {("workspace" if not i else name): name for i, name in enumerate(meta["views"])}
         except (OSError, EOFError, ValueError, LookupError, TypeError, BadZipFile) as error:
             raise DataError(
-                f"meta.jsonl, line {number} is no recording: {type(error).__name__}: {error}",
-                "mend or remove the line",
+                f"meta.jsonl, line {number} is not a recording: {type(error).__name__}: {error}",
+                "correct or remove the line",
             ) from error
 
         def write(
@@ -169,7 +175,8 @@ def _robots(source: Path) -> Iterator[Recording]:
             try:
                 shutil.copyfile(source, path.with_suffix(".jpg"))
             except OSError as error:
-                raise DataError(f"{source} cannot be read: {error}", "a whole source") from error
+                problem = f"{source} cannot be read: {error}"
+                raise DataError(problem, "download or copy it again") from error
 
         yield Recording(instruction, actions, states, tuple(names), write)
 
@@ -178,7 +185,9 @@ def _libero(path: Path, stack: contextlib.ExitStack) -> Iterator[Recording]:
     try:
         h5py = importlib.import_module("h5py")
     except ImportError:
-        raise DataError(f"{path} needs h5py, which is not installed", "pip install h5py") from None
+        raise DataError(
+            f"{path} needs h5py, which is not installed", "run pip install h5py"
+        ) from None
     try:
         data = stack.enter_context(h5py.File(path, "r"))["data"]
         instruction = _libero_instruction(path, data)
@@ -195,7 +204,8 @@ def _libero(path: Path, stack: contextlib.ExitStack) -> Iterator[Recording]:
 
             yield Recording(instruction, demo["actions"][:], states, tuple(views), write)
     except (KeyError, OSError) as error:
-        raise DataError(f"{path} is not laid out as LIBERO's: {error}", "--help") from error
+        problem = f"{path} does not have the layout of LIBERO: {error}"
+        raise DataError(problem, "read --help for the layouts that can be converted") from error
 
 
 def _libero_instruction(path: Path, data: Any) -> str:

@@ -71,13 +71,15 @@ class DataConfig(Section):
     def _check(self) -> Self:
         if self.image_size % PATCH:
             raise ConfigError(
-                f"data.image_size={self.image_size} is no multiple of a patch, {PATCH} pixels",
-                f"image_size: {round(self.image_size / PATCH) * PATCH or PATCH}",
+                f"data.image_size={self.image_size} is not a multiple of a patch, {PATCH} pixels",
+                f"set image_size: {round(self.image_size / PATCH) * PATCH or PATCH}",
             )
         if self.views is not None and self.use_wrist_camera is not None:
-            raise ConfigError("data.views and data.use_wrist_camera say the same", "one of them")
+            raise ConfigError(
+                "data.views and data.use_wrist_camera say the same", "set one of them"
+            )
         if self.views is not None and not self.views:
-            raise ConfigError("data.views names no camera", "views: [workspace]")
+            raise ConfigError("data.views names no camera", "set views: [workspace]")
         return self
 
     @property
@@ -116,12 +118,12 @@ def open_split(config: DataConfig, split: str, action_dim: int) -> list[Episode]
         missing = folder if config.data_dir.is_dir() else config.data_dir
         raise DataError(
             f"{missing} does not exist",
-            "the right data_dir, train_split and val_split, or: "
+            "check data_dir, train_split and val_split, or make the folder with "
             "python -m lockstep_recipes.atlas.convert",
         )
     found = sorted(path for path in folder.iterdir() if path.is_dir())
     if not found:
-        raise DataError(f"{folder} holds no episode", "a folder per episode")
+        raise DataError(f"{folder} holds no episode", "put a folder there for each episode")
     return [read_episode(path, config.cameras, action_dim, config.use_state) for path in found]
 
 
@@ -133,11 +135,12 @@ def read_episode(
     if actions.shape[1] < action_dim:
         raise DataError(
             f"{folder}: actions have {actions.shape[1]} columns, model.action_dim is {action_dim}",
-            f"action_dim: {actions.shape[1]}",
+            f"set action_dim: {actions.shape[1]}",
         )
     states = read_table(folder, "states") if wants_state else None
     if states is not None and len(states) != len(actions):
-        raise DataError(f"{folder} has {len(actions)} actions, {len(states)} states", "mend it")
+        problem = f"{folder} has {len(actions)} actions, {len(states)} states"
+        raise DataError(problem, "write a row of each for every frame, or remove the episode")
     images = find_images(folder, cameras, len(actions))
     return Episode(folder, read_instruction(folder), actions[:, :action_dim], states, images)
 
@@ -150,11 +153,13 @@ def read_table(folder: Path, stem: str) -> Rows:
     elif (path := folder / f"{stem}.parquet").is_file():
         rows = _read_parquet(path)
     else:
-        raise DataError(f"{folder} has neither {stem}.csv nor {stem}.parquet", "one of them")
+        raise DataError(f"{folder} has neither {stem}.csv nor {stem}.parquet", "add one of them")
     bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
     if not len(rows) or len(bad):
         problem = f"row {bad[0] + 1} is not all numbers" if len(bad) else "there are no rows"
-        raise DataError(f"{path}: {problem}", "mend it, or remove the episode")
+        raise DataError(
+            f"{path}: {problem}", "write finite numbers into every row, or remove the episode"
+        )
     return rows
 
 
@@ -164,7 +169,7 @@ def _read_csv(path: Path) -> Rows:
         with path.open(newline="") as file:
             lines = [line for line in csv.reader(file) if line]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {error}", "mend it") from error
+        raise DataError(f"{path} cannot be read: {error}", "save it as UTF-8 CSV") from error
     try:
         [float(word) for word in lines[0] if word.strip()] if lines else None
     except ValueError:
@@ -172,12 +177,13 @@ def _read_csv(path: Path) -> Rows:
         if not names[0].strip():  # or every column would be taken for its neighbour
             raise DataError(
                 f"{path}: the first column has no name, as that of an index",
-                "only what was recorded; of pandas, to_csv(..., index=False)",
+                "keep only the recorded columns; in pandas, use to_csv(..., index=False)",
             ) from None
     try:
         return np.array(lines or [[]], dtype=np.float32)[: len(lines)]
     except ValueError as error:
-        raise DataError(f"{path} is no table of numbers: {error}", "mend it") from None
+        problem = f"{path} is not a table of numbers: {error}"
+        raise DataError(problem, "write one number per cell, as many in every row") from None
 
 
 def _read_parquet(path: Path) -> Rows:
@@ -186,13 +192,14 @@ def _read_parquet(path: Path) -> Rows:
     except ImportError:
         raise DataError(
             f"{path} needs pyarrow, which is not installed",
-            f"pip install pyarrow, or a {path.stem}.csv beside it",
+            f"run pip install pyarrow, or put a {path.stem}.csv beside it",
         ) from None
     try:
         columns = parquet.read_table(path).to_pydict()
         return np.array(list(columns.values()), dtype=np.float32).reshape(len(columns), -1).T
     except Exception as error:  # whatever a damaged file makes pyarrow raise
-        raise DataError(f"{path} is no table of numbers: {error}", "mend it") from error
+        problem = f"{path} is not a table of numbers: {error}"
+        raise DataError(problem, "write the file again, as columns of numbers") from error
 
 
 def find_images(folder: Path, cameras: Sequence[str], count: int) -> dict[str, list[Path]]:
@@ -201,21 +208,21 @@ def find_images(folder: Path, cameras: Sequence[str], count: int) -> dict[str, l
     try:
         names = {path.stem: path for path in images.iterdir() if path.suffix.lower() in SUFFIXES}
     except OSError:
-        raise DataError(f"{images} does not exist", "images/VIEW_000000.png and so on") from None
+        problem = f"{images} does not exist"
+        raise DataError(problem, "put images/VIEW_000000.png and so on there") from None
     found: dict[str, list[Path]] = {}
     for camera in cameras:
         frames = sum(name.rpartition("_")[0] == camera for name in names)
         if frames > count:
-            raise DataError(
-                f"{folder} has {count} actions for {frames} frames of {camera}", "an action each"
-            )
+            problem = f"{folder} has {count} actions for {frames} frames of {camera}"
+            raise DataError(problem, "write one action for each frame")
         wanted = [f"{camera}_{frame:06d}" for frame in range(count)]
         missing = next((name for name in wanted if name not in names), None)
         if missing:
             there = sorted({name.rpartition("_")[0] for name in names})
             raise DataError(
                 f"{images}/{missing}.png or .jpg is missing; there are {count} actions",
-                f"all frames, or data.views of: {', '.join(there) or 'none'}",
+                f"add the frames, or set data.views to some of: {', '.join(there) or 'none'}",
             )
         found[camera] = [names[name] for name in wanted]
     return found
@@ -231,7 +238,7 @@ def read_instruction(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError(
             f"{folder} has no instruction",
-            "language_task.txt, or metadata.json with language_task",
+            "add language_task.txt, or metadata.json with language_task",
         ) from None
 
 
@@ -242,7 +249,8 @@ def read_pixels(path: Path, size: int) -> Pixels:
             resized = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
             return np.ascontiguousarray(np.asarray(resized).transpose(2, 0, 1))
     except (OSError, SyntaxError) as error:
-        raise DataError(f"{path} is not a readable image: {error}", "mend it") from error
+        problem = f"{path} is not a readable image: {error}"
+        raise DataError(problem, "replace the image, or remove the episode") from error
 
 
 # --- samples ---------------------------------------------------------------------------------
@@ -406,11 +414,12 @@ def read_statistics(path: Path, measured: Statistics) -> Statistics:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise DataError(
             f"action_stats_path {path} cannot be read: {type(error).__name__}: {error}",
-            '{"mean": [...], "std": [...]}, or leave action_stats_path out: they are measured',
+            'write {"mean": [...], "std": [...]} there, or leave out action_stats_path',
         ) from None
     if any(v.shape != measured.mean.shape for v in given) or not bool((given[1] > 0).all()):
+        problem = f"{path} does not fit {len(measured.mean)} columns of actions"
         raise DataError(
-            f"{path} does not fit {len(measured.mean)} columns of actions", "another file"
+            problem, "leave action_stats_path out to measure them, or pass another file"
         )
     values = {name: getattr(measured, name) for name in Statistics.__slots__}
     return Statistics(**values | {"mean": given[0], "std": given[1]})

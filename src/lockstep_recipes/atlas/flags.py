@@ -102,16 +102,16 @@ def flags() -> Flags:
         "lockstep run atlas --gpus 8 --config atlas/configs/train_config.yaml",
     )
     add = parser.add_argument
-    add("--config", type=Path, help="settings in YAML; without it every key has its default")
-    add("--resume", help="auto, never, discard, or a checkpoint; over checkpoint.resume_from")
+    add("--config", type=Path, help="settings file (YAML); without it, every key has its default")
+    add("--resume", help="auto, never, discard, or a path; overrides checkpoint.resume_from")
     add(
         "--set",
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="any key of the settings file, or any run setting",
+        help="override a key of the settings file, or a setting of the run",
     )
-    add("--local_rank", type=int, help="accepted from torch.distributed.launch")
+    add("--local_rank", type=int, help="accepted and ignored; the launcher's environment counts")
     return parser
 
 

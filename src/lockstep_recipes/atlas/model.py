@@ -72,13 +72,13 @@ class ModelConfig(Section):
         }
         for name, reason in reasons.items():
             if getattr(self, name):
-                raise ConfigError(f"model.{name} is not supported: {reason}", f"{name}: false")
+                raise ConfigError(f"model.{name} is not supported: {reason}", f"set {name}: false")
         heads = _num_heads(self.fusion_hidden_dim)
         if self.fusion_hidden_dim % heads:
             raise ConfigError(
-                f"model.fusion_hidden_dim={self.fusion_hidden_dim} cannot be cut into {heads} "
+                f"model.fusion_hidden_dim={self.fusion_hidden_dim} cannot be split into {heads} "
                 "attention heads",
-                f"fusion_hidden_dim: {self.fusion_hidden_dim // 64 * 64}",
+                f"set fusion_hidden_dim: {self.fusion_hidden_dim // 64 * 64}",
             )
         return self
 
@@ -198,7 +198,7 @@ def _transformers(folder: str) -> Any:
     except ImportError:
         raise ConfigError(
             f"the language model in {folder} needs transformers, which is not installed",
-            "pip install transformers, or lang_encoder_name: null for the small encoder",
+            "run pip install transformers, or set lang_encoder_name: null for the small encoder",
         ) from None
 
 
@@ -426,7 +426,7 @@ def build_geometry(config: ModelConfig, notes: list[str]) -> Aggregator:
     if path:
         missing = f"vggt_checkpoint {path} does not exist"
         if not config.allow_random_backbone:
-            raise ConfigError(missing, "its right path, or allow_random_backbone: true")
+            raise ConfigError(missing, "correct the path, or set allow_random_backbone: true")
         notes.append(f"{missing}: random weights (vggt_preset {config.vggt_preset}) in its place")
     if config.freeze_vggt:
         notes.append("warning: freeze_vggt keeps random weights; freeze_vggt: false trains them")
@@ -441,7 +441,7 @@ def find_language(config: ModelConfig, notes: list[str] | None = None) -> str | 
     if name:
         missing = f"lang_encoder_name {name} is no local folder, and nothing is downloaded"
         if not config.allow_random_backbone:
-            raise ConfigError(missing, "a folder, or allow_random_backbone: true")
+            raise ConfigError(missing, "name a folder, or set allow_random_backbone: true")
         notes.append(f"{missing}: random weights (lang_preset {config.lang_preset}) in its place")
     if config.freeze_lang_encoder:
         notes.append(

@@ -94,7 +94,7 @@ class AtlasTask(Task):
         if config.model.predict_residual and not config.data.use_last_action:
             raise ConfigError(
                 "model.predict_residual adds to the last action, which is not shown",
-                "data.use_last_action: true",
+                "set data.use_last_action: true",
             )
 
     def settings(self) -> dict[str, Any]:
@@ -139,7 +139,8 @@ class AtlasTask(Task):
         frames = Frames(episodes, self.config.data, tokenizer, is_training=is_training)
         widths = {e.states.shape[1] for e in [*self.episodes, *episodes] if e.states is not None}
         if len(widths) > 1:
-            raise DataError(f"states have {sorted(widths)} columns", "episodes of one robot")
+            problem = f"the episodes have states of different widths: {sorted(widths)}"
+            raise DataError(problem, "train on episodes of one robot")
         return frames
 
     # --- model --------------------------------------------------------------------------------

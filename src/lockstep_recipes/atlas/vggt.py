@@ -291,7 +291,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             raise ValueError("it holds no named tensors")
     except Exception as error:  # whatever a damaged file makes torch or safetensors raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{path} holds no weights: {reason}", "another vggt_checkpoint") from None
+        problem = f"{path} holds no weights: {reason}"
+        raise ConfigError(problem, "set vggt_checkpoint to a file of weights") from None
     return state
 
 
@@ -310,7 +311,7 @@ def load_aggregator(aggregator: Aggregator, path: Path) -> None:
         if other != tuple(own.shape):
             raise ConfigError(
                 f"{path} does not fit: {name} is {other}, not {tuple(own.shape)}",
-                "the vggt_preset it was saved from; published weights are `full`",
+                "set the vggt_preset it was saved from; published weights are `full`",
             )
     aggregator.load_state_dict(found, strict=False)  # heads are in the file, too
 

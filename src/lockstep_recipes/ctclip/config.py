@@ -268,14 +268,14 @@ class CTClipConfig(Section):
             if homes := [name for name, keys in _sections().items() if key in keys]:
                 raise ConfigError(
                     f"{key!r} stands at the top of the settings, where there is no such key",
-                    " or ".join(f"{home}.{key}: {values[key]}" for home in homes),
+                    "write " + " or ".join(f"{home}.{key}: {values[key]}" for home in homes),
                 )
         config = parse_model(cls, values)
         _check_sizes(config.model)
         if config.checkpoint.best_metric not in config.validation.metrics:
             raise ConfigError(
                 f"checkpoint.best_metric {config.checkpoint.best_metric!r} is not measured",
-                f"one of validation.metrics: {', '.join(config.validation.metrics)}",
+                f"choose one of validation.metrics: {', '.join(config.validation.metrics)}",
             )
         return config
 
@@ -297,19 +297,19 @@ def _check_sizes(model: Model) -> None:
         size, patch = getattr(image, name), getattr(image, patch_name)
         if size % patch:
             raise ConfigError(
-                f"model.image_encoder.{name} {size} is no multiple of {patch_name} {patch}",
-                f"{name} {-(-size // patch) * patch}",
+                f"model.image_encoder.{name} {size} is not a multiple of {patch_name} {patch}",
+                f"set {name} to {-(-size // patch) * patch}",
             )
     if clip.dim_image != image.dim_image:
         raise ConfigError(
             f"model.clip.dim_image is {clip.dim_image:,}, but (image_size / patch_size)^2 * dim = "
             f"({image.image_size} / {image.patch_size})^2 * {image.dim} = {image.dim_image:,}",
-            f"dim_image: {image.dim_image}",
+            f"set dim_image: {image.dim_image}",
         )
     if text.path is None and text.dim % text.heads:
         raise ConfigError(
-            f"model.text_encoder.dim {text.dim} is no multiple of heads {text.heads}",
-            f"dim {-(-text.dim // text.heads) * text.heads}",
+            f"model.text_encoder.dim {text.dim} is not a multiple of heads {text.heads}",
+            f"set dim to {-(-text.dim // text.heads) * text.heads}",
         )
     if text.path is None and clip.dim_text not in (None, text.dim):
         raise ConfigError(

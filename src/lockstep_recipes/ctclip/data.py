@@ -104,10 +104,10 @@ class Entry:
         """Return the name of the volume: its file's, or its own inside a shard."""
         return Path(self.member or self.path).name
 
-    def problem(self, what: str, remedy: str = "mend or remove it") -> DataError:
+    def problem(self, what: str, remedy: str = "replace or remove it") -> DataError:
         """Return the error that names this volume."""
         return DataError(
-            f"{self.path} ({self.origin}) {what}", f"{remedy}, or data.on_bad_sample: skip"
+            f"{self.path} ({self.origin}) {what}", f"{remedy}, or set data.on_bad_sample: skip"
         )
 
 
@@ -145,11 +145,11 @@ def _read_manifest(path: Path) -> list[Entry]:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise DataError(
             f"the manifest {path} cannot be read: {reason}",
-            "data.paths, or LOCKSTEP_REHEARSAL=1 to train on volumes made on the spot",
+            "check data.paths, or set LOCKSTEP_REHEARSAL=1 to train on generated volumes",
         ) from error
     entries = [_entry(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not entries:
-        raise DataError(f"the manifest {path} is empty", "one JSON object a line")
+        raise DataError(f"the manifest {path} is empty", "write one JSON object per line")
     missing = next((entry for entry in entries if not entry.path.is_file()), None)
     if missing:
         raise DataError(f"{missing.path} does not exist ({missing.origin})", "put the file there")
@@ -172,7 +172,7 @@ def _entry(path: Path, number: int, text: str) -> Entry:
         ) from None
     except ValueError as error:
         why = getattr(error, "msg", error)
-        raise DataError(f"{origin} is not JSON: {why}", "write one JSON object a line") from error
+        raise DataError(f"{origin} is not JSON: {why}", "write one JSON object per line") from error
     return Entry(
         path.parent / line.volume,
         origin,
@@ -191,13 +191,13 @@ def _named(labels: Mapping[str, float] | Sequence[float], origin: str) -> Mappin
     elif len(labels) != len(FINDINGS):
         raise DataError(
             f"{origin}: {len(labels)} labels, but there are {len(FINDINGS)} findings",
-            "labels by name: {'Cardiomegaly': 1}",
+            "give the labels by name: {'Cardiomegaly': 1}",
         )
     else:
         found = dict(zip(FINDINGS, labels, strict=True))
     bad = next((f"{name} {value}" for name, value in found.items() if value not in (0, 1)), None)
     if bad:
-        raise DataError(f"{origin}: a label is 0 or 1, not {bad}", "0 or 1")
+        raise DataError(f"{origin}: a label is 0 or 1, not {bad}", "write 0 or 1")
     return found
 
 
@@ -210,18 +210,19 @@ def read_labels(path: Path) -> dict[str, dict[str, float]]:
     try:
         rows = list(csv.DictReader(io.StringIO(path.read_text("utf-8-sig"))))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(
-            f"the labels {path} cannot be read: {error}", "data.paths.labels"
-        ) from error
+        problem = f"the labels {path} cannot be read: {error}"
+        raise DataError(problem, "check data.paths.labels") from error
     if not rows or "VolumeName" not in rows[0]:
-        raise DataError(f"{path} has no column VolumeName", "VolumeName, then a column per finding")
+        problem = f"{path} has no column VolumeName"
+        raise DataError(problem, "write the columns VolumeName and one per finding")
     found = {}
     for number, row in enumerate(rows, 2):
         name = row.pop("VolumeName")
         try:
             values = {finding: float(value) for finding, value in row.items()}
         except (TypeError, ValueError) as error:
-            raise DataError(f"{path}, line {number}: {error}", "0 or 1 per finding") from error
+            problem = f"{path}, line {number}: {error}"
+            raise DataError(problem, "write 0 or 1 for each finding") from error
         found[scan_of(name)] = dict(_named(values, f"{path}, line {number}"))
     return found
 
@@ -239,14 +240,13 @@ def _open_shards(folder: Path) -> list[Entry]:
                         place = shard, member.offset_data, member.size
                         samples.setdefault(f"{shard.name}:{stem}", {})[kind] = place
         except (OSError, tarfile.TarError) as error:
-            raise DataError(
-                f"{shard} is not a readable tar file: {error}", "fetch it anew"
-            ) from error
+            problem = f"{shard} is not a readable tar file: {error}"
+            raise DataError(problem, "download it again") from error
     total = said.get("total_samples")
     if total != len(samples):
         raise DataError(
             f"{folder}/manifest.json says total_samples {total}, its shards hold {len(samples)}",
-            "all shards of the manifest, or the right number in it",
+            "add the missing shards, or correct total_samples",
         )
     shape = tuple(said.get("shape", SHARD_SHAPE))
     return [_shard_entry(name, parts, shape) for name, parts in samples.items()]
@@ -255,7 +255,7 @@ def _open_shards(folder: Path) -> list[Entry]:
 def _shard_entry(name: str, parts: dict[str, tuple[Path, int, int]], shape: Any) -> Entry:
     lacking = [kind for kind in ("bin", "txt") if kind not in parts]
     if lacking:
-        raise DataError(f"{name} has no .{lacking[0]}", "a .bin and a .txt for every sample")
+        raise DataError(f"{name} has no .{lacking[0]}", "add a .bin and a .txt for every sample")
 
     def content(kind: str) -> bytes:
         path, offset, size = parts[kind]
@@ -268,7 +268,7 @@ def _shard_entry(name: str, parts: dict[str, tuple[Path, int, int]], shape: Any)
     if size != needed:
         raise DataError(
             f"{name}.bin has {size:,} bytes, but float16 of {shape} has {needed:,}",
-            "float16 voxels, height x width x depth",
+            "write float16 voxels, height x width x depth",
         )
     labels = np.frombuffer(content("labels"), "<f4").tolist() if "labels" in parts else {}
     study = _parsed(Path(name), content("json")) if "json" in parts else {}
@@ -362,9 +362,9 @@ def read_voxels(entry: Entry) -> NDArray[Any]:
         raise entry.problem(f"is not a readable .npy or .npz file: {error}") from error
     voxels = np.asarray(found)
     if voxels.dtype.kind not in "iuf":
-        raise entry.problem(f"holds {voxels.dtype}, not numbers", "integers or floats")
+        raise entry.problem(f"holds {voxels.dtype}, not numbers", "save integers or floats")
     if voxels.ndim != 3 or 0 in voxels.shape:
-        raise entry.problem(f"has shape {voxels.shape}", "depth x height x width")
+        raise entry.problem(f"has shape {voxels.shape}", "save depth x height x width")
     return voxels
 
 
@@ -390,12 +390,12 @@ def prepare(
         if tuple(volume.shape) != (prepared_as or shape):
             raise entry.problem(
                 f"is prepared as {tuple(volume.shape)}, the model takes {prepared_as or shape}",
-                "model.image_encoder.depth and image_size",
+                "change model.image_encoder.depth and image_size",
             )
         if low < -1.001 or high > 1.001:
             raise entry.problem(
                 f"is called prepared, but its values go from {low:g} to {high:g}",
-                "values within [-1, 1], or prepared: false",
+                "scale them to [-1, 1], set prepared: false",
             )
         return fit_shape(volume, shape) if prepared_as else volume
     volume = volume * entry.slope + entry.intercept

@@ -46,9 +46,8 @@ def measure_findings(scores: Tensor, labels: Tensor, threshold: float) -> dict[s
             binary_recall,
         )
     except ImportError as error:
-        raise ConfigError(
-            "validation needs the package torchmetrics", "pip install 'lockstep-train[recipes]'"
-        ) from error
+        problem = "validation needs the package torchmetrics"
+        raise ConfigError(problem, "run pip install 'lockstep-train[recipes]'") from error
     scores, labels = scores.cpu().double(), labels.cpu()
     rows = []
     for score, label in zip(scores.T, labels.T, strict=True):

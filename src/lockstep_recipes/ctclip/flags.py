@@ -41,13 +41,13 @@ def flags() -> Flags:
         "lockstep run ctclip --gpus 2 --config configs/base_config.yaml",
     )
     add = parser.add_argument
-    add("--config", type=Path, required=True, help="the settings, in YAML")
+    add("--config", type=Path, required=True, help="settings file (YAML)")
     setting = "override any setting"
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=setting)
-    add("--resume", help="auto, never, discard, or a checkpoint")
+    add("--resume", help="auto, never, discard, or a path")
     changed = "resume even if batch size, learning rate or data changed"
     add("--accept_changes", action="store_true", default=None, help=changed)
-    add("--local_rank", type=int, help="accepted; the launcher's environment wins")
+    add("--local_rank", type=int, help="accepted and ignored; the launcher's environment counts")
     return parser
 
 

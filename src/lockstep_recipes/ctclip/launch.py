@@ -26,7 +26,7 @@ from lockstep_recipes.command import Flags, finish
 TIMEOUT_S = 36_000
 """How long ranks wait for each other; `lockstep.timeout_s` or NCCL_TIMEOUT says otherwise."""
 SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
-INSTALL = "pip install 'lockstep-train[recipes]'"
+INSTALL = "run pip install 'lockstep-train[recipes]'"
 
 
 def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> tuple[Any, World]:
@@ -75,13 +75,13 @@ def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> tuple[Any, World
     if num_processes != launch.size:
         raise LaunchError(
             f"{launch.size} processes were launched, but Accelerate formed a group of "
-            f"{num_processes}: they would train apart",
-            "one launcher: accelerate launch, torchrun, or lockstep run",
+            f"{num_processes}: each would train on its own",
+            "use one launcher: accelerate launch, torchrun, or lockstep run",
         )
     if kind not in SUPPORTED:
         raise ConfigError(
             f"distributed_type {kind} would be ignored: this recipe replicates its model",
-            f"distributed_type: {' or '.join(SUPPORTED)}",
+            f"write distributed_type: {' or '.join(SUPPORTED)}",
         )
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     if plugin is not None and plugin.backend.value.upper() != "NO":
@@ -114,7 +114,7 @@ def choose_precision(wanted: str, device: torch.device) -> str:
         wanted = parse_choice_from_env("ACCELERATE_MIXED_PRECISION", best).lower()
     known = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
     if wanted not in known:
-        raise ConfigError(f"mixed_precision {wanted} is not supported", " or ".join(known))
+        raise ConfigError(f"mixed_precision {wanted} is not supported", "use " + " or ".join(known))
     return known[wanted]
 
 
@@ -153,7 +153,7 @@ def check_file(path: Path, num_processes: int | None = None) -> str:
     if num_processes not in (None, asked):
         raise ConfigError(
             f"{path} says num_processes {asked}, the job has {num_processes}",
-            f"num_processes: {num_processes}, or other nodes and GPUs per node in the script",
+            f"write num_processes: {num_processes}, or change the nodes or GPUs of the script",
         )
     return f"{path}: {kind}, {asked} processes on {machines} machines, {precision}"
 

@@ -54,7 +54,8 @@ def make_volumes(
         DataError: if the folder holds anything else.
     """
     if num_val > NUM_CODES:
-        raise ConfigError(f"{num_val} held-out volumes cannot all differ", f"{NUM_CODES} at most")
+        problem = f"{num_val} held-out volumes cannot all differ"
+        raise ConfigError(problem, f"make {NUM_CODES} at most")
     record = {"num": num, "num_val": num_val, "shape": list(shape), "seed": seed}
 
     def fill(made: Path) -> None:

@@ -87,13 +87,13 @@ def import_transformers(path: Path) -> Any:
     if not path.is_dir():
         raise ConfigError(
             f"model.text_encoder.path {path} is not a folder, and nothing is downloaded",
-            "a folder as save_pretrained writes it, or path: null for our own words",
+            "name a folder that save_pretrained wrote, or set path: null for the small encoder",
         )
     try:
         import transformers  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise ConfigError(
             f"model.text_encoder.path {path} needs the package transformers",
-            "pip install transformers, or path: null for our own words",
+            "run pip install transformers, or set path: null for the small encoder",
         ) from error
     return transformers

@@ -73,7 +73,7 @@ def scan(folder: Path | str, data_format: DataFormat = "auto") -> Listing:
     if data_format == "auto" and images and texts:
         raise DataError(
             f"{root} holds {len(images)} images and {len(texts)} texts ({images[0]}, {texts[0]})",
-            "--data_format images or --data_format text to say which to train on",
+            "pass --data_format images or --data_format text to say which to train on",
         )
     found = {"auto": images or texts, "images": images, "text": texts}[data_format]
     if not found:
@@ -91,7 +91,7 @@ def _walk(root: Path) -> list[str]:
             "check the path, or set LOCKSTEP_REHEARSAL=1 to train on sample data made on the spot",
         )
     if not root.is_dir():
-        raise DataError(f"{root} is a file, not a folder of images or texts", f"{root.parent}")
+        raise DataError(f"{root} is a file, not a folder of images or texts", f"pass {root.parent}")
 
     def refuse(error: OSError) -> NoReturn:
         raise DataError(
@@ -117,7 +117,7 @@ def _refuse_empty(root: Path, names: list[str], data_format: DataFormat) -> NoRe
     held = ", ".join(f"{number} {suffix}" for suffix, number in kinds.most_common(4))
     raise DataError(
         f"{root} has {len(names)} files but none to train on (found {held})",
-        f"a folder of {', '.join(wanted)}",
+        f"pass a folder of {', '.join(wanted)}",
     )
 
 
@@ -176,7 +176,7 @@ def match_classes(held_out: Listing, trained: Listing) -> Listing:
     if held_out.kind != trained.kind:
         raise DataError(
             f"{trained.root} holds {trained.kind}, but {held_out.root} holds {held_out.kind}",
-            "a validation folder of the same kind",
+            "use a validation folder of the same kind",
         )
     if bool(held_out.classes) != bool(trained.classes):
         with_classes, flat = (
@@ -184,13 +184,13 @@ def match_classes(held_out: Listing, trained: Listing) -> Listing:
         )
         raise DataError(
             f"{with_classes} has class folders, but {flat} is flat",
-            "the same layout in both",
+            "use the same layout in both",
         )
     unknown = [name for name in held_out.classes if name not in trained.classes]
     if unknown:
         raise DataError(
             f"{held_out.root} has {len(unknown)} classes that {trained.root} lacks ({unknown[0]})",
-            "the same class folders in both",
+            "use the same class folders in both",
         )
     number = {name: index for index, name in enumerate(trained.classes)}
     labels = tuple(number[held_out.classes[i]] if held_out.classes else 0 for i in held_out.labels)

@@ -32,35 +32,44 @@ def flags() -> Flags:
     parser.add_run_flags(epochs=100, warmup_epochs=5, weight_decay=0.0)
     parser.add_watch_flags(wandb_project="jit-diffusion")
     add = parser.add_argument
-    data = "folder of images (class folders or flat) or texts"
+    data = "folder of images (flat, or a folder per class) or of texts"
     add("--data_path", dest="data", default="./data/train", help=data)
-    held_out = "held-out folder; without it 2%% of the training data are held out"
+    held_out = "validation folder (default: hold out 2%% of the training data)"
     add("--val_path", dest="val", help=held_out)
-    add("--data_format", choices=["auto", "images", "text"], default="auto")
+    kind = "what to read from --data_path"
+    add("--data_format", choices=["auto", "images", "text"], default="auto", help=kind)
     generated = "train on N generated images instead of --data_path"
     add("--sample_data", type=sample_count, metavar="N", help=generated)
     add("--model", dest="variant", default="JiT-B/4", help=f"one of {', '.join(VARIANTS)}")
-    add("--img_size", dest="image_size", type=int, default=64)
+    add("--img_size", dest="image_size", type=int, default=64, help="side in pixels")
     add("--batch_size", type=int, default=64, help="images per GPU")
-    add("--lr", type=float, default=5e-5)
-    add("--max_grad_norm", type=float, default=1.0)
-    add("--ema_decays", type=float, nargs="*", default=[0.9999, 0.9996])
-    amp = "compute in bf16 (fp16 where there is none) on a GPU"
+    add("--lr", type=float, default=5e-5, help="base learning rate")
+    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient norm to this")
+    averages = "decays of the weight averages; none: no averages"
+    add("--ema_decays", type=float, nargs="*", default=[0.9999, 0.9996], help=averages)
+    amp = "mixed precision on a GPU: bf16, or fp16 where it is missing"
     add("--use_amp", action="store_true", help=amp)
     add("--compile", action="store_true", help="compile the model")
     add("--num_workers", type=int, default=4, help="processes that read images, per GPU")
     add("--pred", choices=["x", "eps", "v"], default="x", help="what the network predicts")
-    add("--loss", choices=["x", "eps", "v"], default="v", help="what the error is measured on")
-    add("--label_drop", type=float, default=0.1)
-    add("--guidance", type=float, default=2.9)
-    add("--sample_steps", type=int, default=50)
-    add("--grid", type=int, default=16, help="samples in the picture of each evaluation")
-    compared = "samples compared with real images; 0: none"
+    add(
+        "--loss",
+        choices=["x", "eps", "v"],
+        default="v",
+        help="in which space the error is measured",
+    )
+    dropped = "share of labels hidden in training, for guidance"
+    add("--label_drop", type=float, default=0.1, help=dropped)
+    add("--guidance", type=float, default=2.9, help="scale of classifier-free guidance")
+    add("--sample_steps", type=int, default=50, help="steps of the sampler")
+    add("--grid", type=int, default=16, help="samples drawn at each evaluation")
+    compared = "samples to compare with real images at each evaluation; 0: none"
     add("--num_fid_samples", type=int, default=256, help=compared)
-    weights = "local file; with it the distance is FID, without a named proxy"
+    weights = "local file of Inception weights; with it the FID is computed, else a proxy"
     add("--inception_weights", help=weights)
-    add("--output_dir", default="./output")
-    add("--on_bad_image", dest="on_bad_sample", choices=["stop", "skip"], default="stop")
+    add("--output_dir", default="./output", help="the run folder")
+    choices, unreadable = ["stop", "skip"], "what to do about an unreadable image"
+    add("--on_bad_image", dest="on_bad_sample", choices=choices, default="stop", help=unreadable)
     return parser
 
 

@@ -225,7 +225,7 @@ def load_inception(path: Path | str) -> FidInception:
         DataError: if the file is missing, unreadable, or holds another network.
     """
     path = Path(path)
-    remedy = "the FID weights pt_inception-2015-12-05-6726825d.pth, fetched beforehand"
+    remedy = "download the FID weights pt_inception-2015-12-05-6726825d.pth before the run"
     if not path.is_file():
         raise DataError(f"the Inception weights {path} do not exist", remedy)
     try:

@@ -117,9 +117,8 @@ def find_variant(name: str) -> Variant:
     if name not in VARIANTS:
         near = closest(name, VARIANTS)
         known = ", ".join(VARIANTS)
-        raise ConfigError(
-            f"there is no model {name!r}; known: {known}", near or "JiT-B/4 (64 px), JiT-T/4 (tiny)"
-        )
+        remedy = f"did you mean {near}?" if near else "use JiT-B/4 (64 px) or JiT-T/4 (tiny)"
+        raise ConfigError(f"there is no model {name!r}; known: {known}", remedy)
     return VARIANTS[name]
 
 
@@ -131,7 +130,7 @@ def check_image_size(name: str, image_size: int) -> None:
         nearest = f"{below} or {below + patch}" if below else str(patch)
         raise ConfigError(
             f"image_size={image_size} is not a multiple of the {patch}-pixel patches of {name}",
-            f"image_size {nearest}",
+            f"use image_size={nearest}",
         )
 
 

@@ -48,7 +48,7 @@ def make_images(
     if not 1 <= classes <= len(SHAPES) or num < classes:
         raise ConfigError(
             f"{num} sample images in {classes} classes cannot be drawn",
-            f"1 to {len(SHAPES)} classes and at least one image of each",
+            f"use 1 to {len(SHAPES)} classes and at least one image of each",
         )
     record = {"images": num, "size": size, "classes": classes, "seed": seed}
     return make_folder(folder, record, lambda aside: _draw_all(aside, num, size, classes, seed))

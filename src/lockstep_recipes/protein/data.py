@@ -31,7 +31,7 @@ from lockstep_recipes.protein.residues import UNKNOWN
 from lockstep_recipes.protein.structure import Chain, Filter, is_structure, read_chains, segments
 
 FORMAT_VERSION = "1"
-REMEDY = "write it again with scripts/preprocess_dataset.py, or --on_bad_sample skip"
+REMEDY = "write it again with scripts/preprocess_dataset.py, or pass --on_bad_sample skip"
 TENSORS = ("coords", "aatype", "chi", "chi_mask", "residue_index")
 
 
@@ -50,7 +50,7 @@ def save_chain(folder: Path, chain: Chain) -> Path:
         DataError: if the chain's name cannot name a file.
     """
     if not chain.id or Path(chain.id).name != chain.id or chain.id.startswith("."):
-        raise DataError(f"{chain.id!r} cannot name a file in {folder}", "another name")
+        raise DataError(f"{chain.id!r} cannot name a file in {folder}", "rename the chain")
     text = {"id": chain.id, "chain_id": chain.chain_id, "resolution": f"{chain.resolution:g}"}
     tensors = {name: np.ascontiguousarray(getattr(chain, name)) for name in TENSORS}
     path = entry_path(folder, chain.id)
@@ -202,7 +202,8 @@ def open_split(
         held_out = read_list(folder / "val.txt", sources, skipped if skip_bad else None)
         shared = next((name for name in held_out if name in set(train)), None)
         if shared:
-            raise DataError(f"{folder / 'val.txt'}: {shared} is in train.txt, too", "one of them")
+            problem = f"{folder / 'val.txt'}: {shared} is in train.txt, too"
+            raise DataError(problem, "remove it from one of them")
     else:
         test = folder / "test.txt"
         kept_apart = read_list(test, sources, skipped) if _is_filled(test) else []
@@ -239,8 +240,8 @@ def _sources(folder: Path, wanted: Filter, skipped: list[str] | None) -> dict[st
     if not folder.exists():
         raise DataError(
             f"the data folder {folder} does not exist",
-            "scripts/preprocess_dataset.py to make it, or set LOCKSTEP_REHEARSAL=1 to train on "
-            "sample data made on the spot",
+            "make it with scripts/preprocess_dataset.py, or set LOCKSTEP_REHEARSAL=1 to train on "
+            "generated sample data",
         )
     if folder.is_dir():
         entries = sorted(folder.glob("*.pt"))
@@ -248,7 +249,7 @@ def _sources(folder: Path, wanted: Filter, skipped: list[str] | None) -> dict[st
             return {path.name.removesuffix(".pt"): path for path in entries}
         files = sorted(path for path in folder.rglob("*") if is_structure(path))
         if not files:
-            raise DataError(f"{folder} holds no .pt, .pdb or .cif file", "another --pdb_path")
+            raise DataError(f"{folder} holds no .pt, .pdb or .cif file", "pass another --pdb_path")
     else:
         files = [folder]
     found: dict[str, Chain | Path] = {}
@@ -256,7 +257,7 @@ def _sources(folder: Path, wanted: Filter, skipped: list[str] | None) -> dict[st
         with _leaving_out(skipped):
             for chain in read_chains(path, wanted):
                 if chain.id in found:
-                    raise DataError(f"{path} is a second {chain.id}", "one of them")
+                    raise DataError(f"{path} is a second {chain.id}", "keep one of them")
                 found[chain.id] = chain
     return found
 
@@ -279,7 +280,7 @@ def read_list(
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"the split {path} cannot be read: {getattr(error, 'strerror', None) or error}",
-            "scripts/preprocess_dataset.py writes it; without --use_predefined_split a random "
+            "write it with scripts/preprocess_dataset.py; without --use_predefined_split, a random "
             "share is held out",
         ) from error
     names: dict[str, int] = {}
@@ -290,13 +291,13 @@ def read_list(
         with _leaving_out(skipped):
             if name in names:
                 raise DataError(
-                    f"{path}:{number}: {name} stands in line {names[name]} already", "once"
+                    f"{path}:{number}: {name} is in line {names[name]} already", "remove one"
                 )
             if known is not None and name not in known:
                 raise DataError(f"{path}:{number}: there is no {path.parent / name}.pt", REMEDY)
             names[name] = number
     if not names:
-        raise DataError(f"{path} lists no chain", "one id a line")
+        raise DataError(f"{path} lists no chain", "write one id per line")
     return list(names)
 
 

@@ -34,38 +34,54 @@ def flags() -> Flags:
     parser.add_watch_flags(wandb_project="protein-diffusion")
     add = parser.add_argument
     add("--pdb_path", default="data/cache", help="a cache folder, a folder of .pdb/.cif, or a file")
-    add("--cache_dir", help="cache folder; where it holds entries, they are used")
-    add("--use_predefined_split", action="store_true", help="train.txt and val.txt decide")
-    add("--val_split", type=float, default=0.1, help="share held out without predefined lists")
+    add("--cache_dir", help="cache folder; preferred to --pdb_path if it holds entries")
+    add("--use_predefined_split", action="store_true", help="split by train.txt and val.txt")
+    add("--val_split", type=float, default=0.1, help="share to hold out without predefined lists")
     generated = "train on N generated chains instead"
     add("--sample_data", type=sample_count, metavar="N", help=generated)
     add("--batch_size", type=int, default=4, help="chains per GPU")
-    add("--use_discrete_diffusion", action="store_true", help="without it: one masked step")
-    add("--num_diffusion_steps", type=int, default=1000)
-    add("--transition", choices=["absorbing", "uniform", "blosum"], default="absorbing")
-    add("--schedule", choices=["cosine", "linear"], default="cosine")
-    add("--mask_ratio", type=float, default=0.15, help="hidden share without diffusion")
-    add("--vocab", choices=["residue", "fragment"], default="residue")
-    add("--loss", choices=["simple", "elbo"], default="simple")
+    add(
+        "--use_discrete_diffusion",
+        action="store_true",
+        help="diffuse; without it, predict masked residues in one step",
+    )
+    add("--num_diffusion_steps", type=int, default=1000, help="steps of the diffusion")
+    noise = "how residues are corrupted: masked, or replaced uniformly or by BLOSUM"
+    add("--transition", choices=["absorbing", "uniform", "blosum"], default="absorbing", help=noise)
+    add("--schedule", choices=["cosine", "linear"], default="cosine", help="noise schedule")
+    add("--mask_ratio", type=float, default=0.15, help="share to mask without diffusion")
+    tokens = "what a token stands for"
+    add("--vocab", choices=["residue", "fragment"], default="residue", help=tokens)
+    weighting = "mean cross-entropy, or the weighted variational bound"
+    add("--loss", choices=["simple", "elbo"], default="simple", help=weighting)
     unset = argparse.SUPPRESS
-    add("--chi_weight", type=float, default=unset, help="1, and 0.5 for fragments, unless given")
-    add("--learning_rate", dest="lr", type=float, default=5e-4)
-    add("--max_grad_norm", type=float, default=1.0)
-    add("--ema_decays", type=float, nargs="*", default=[0.999])
-    add("--hidden_dim", type=int, default=128)
-    add("--num_layers", type=int, default=3, help="in the encoder and in the decoder")
-    add("--num_neighbors", type=int, default=30)
-    add("--dropout", type=float, default=0.1)
-    add("--backbone_noise", type=float, default=0.1, help="angstrom, in training")
-    add("--group_by_length", choices=["on", "off"], default="on")
-    add("--use_amp", action="store_true", help="compute in bf16 (fp16 where there is none)")
+    add(
+        "--chi_weight",
+        type=float,
+        default=unset,
+        help="weight of the torsion loss (default: 1; 0.5 for fragments)",
+    )
+    add("--learning_rate", dest="lr", type=float, default=5e-4, help="base learning rate")
+    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient norm to this")
+    averages = "decays of the weight averages; none: no averages"
+    add("--ema_decays", type=float, nargs="*", default=[0.999], help=averages)
+    add("--hidden_dim", type=int, default=128, help="width of the network")
+    add("--num_layers", type=int, default=3, help="layers of the encoder, and of the decoder")
+    add("--num_neighbors", type=int, default=30, help="nearest residues that each one sees")
+    add("--dropout", type=float, default=0.1, help="dropout in training")
+    add("--backbone_noise", type=float, default=0.1, help="noise on coordinates, in angstrom")
+    similar = "put chains of similar length into one batch"
+    add("--group_by_length", choices=["on", "off"], default="on", help=similar)
+    add("--use_amp", action="store_true", help="mixed precision: bf16, or fp16 where it is missing")
     add("--num_workers", type=int, default=0, help="processes that read chains, per GPU")
-    add("--sample_steps", type=int, default=10)
-    add("--sampler", choices=["plain", "adaptive"], default="adaptive")
-    add("--num_designs", type=int, default=16, help="held-out chains to design; 0: none")
-    add("--save_dir", help="folder of the checkpoints, `checkpoints` unless given")
-    add("--output_dir", help="instead: the run's folder, with the checkpoints below it")
-    add("--on_bad_sample", choices=["stop", "skip"], default="stop")
+    add("--sample_steps", type=int, default=10, help="steps to sample a design in")
+    order = "adaptive reveals the most certain residues first"
+    add("--sampler", choices=["plain", "adaptive"], default="adaptive", help=order)
+    add("--num_designs", type=int, default=16, help="held-out chains to design at each evaluation")
+    add("--save_dir", help="folder of the checkpoints (default: checkpoints)")
+    add("--output_dir", help="in place of --save_dir: the run folder")
+    unreadable = "what to do about an unreadable chain"
+    add("--on_bad_sample", choices=["stop", "skip"], default="stop", help=unreadable)
     return parser
 
 
@@ -109,7 +125,7 @@ def run_folder(save_dir: str | None, output_dir: str | None) -> str:
     ('elsewhere', 'runs/b')
     """
     if save_dir and output_dir:
-        raise ConfigError("--save_dir and --output_dir name the same thing", "one of them")
+        raise ConfigError("--save_dir and --output_dir name the same thing", "pass one of them")
     if output_dir:
         return output_dir
     path = Path(save_dir or "checkpoints")

@@ -66,7 +66,8 @@ def run(argv: Sequence[str]) -> str:
     """
     args = flags().read(argv)
     if bool(args.pdb_dir) == bool(args.jsonl):
-        raise ConfigError("give --pdb_dir or --jsonl, one of them", "--pdb_dir structures")
+        problem = "exactly one of --pdb_dir and --jsonl is needed"
+        raise ConfigError(problem, "pass --pdb_dir structures")
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     wanted = Filter(args.min_length, args.max_length, args.max_resolution)
@@ -85,9 +86,8 @@ def run(argv: Sequence[str]) -> str:
         else:
             names.append(save_chain(folder, item).name.removesuffix(".pt"))
     if not names:
-        raise DataError(
-            f"no chain could be used: {skipped[0] if skipped else 'there is none'}", "other data"
-        )
+        problem = f"no chain could be used: {skipped[0] if skipped else 'there is none'}"
+        raise DataError(problem, "correct the structures, or use others")
     twice = len(names) - len(set(names))
     if twice:
         raise DataError(f"{twice} chains share their name with another", "rename the files")
@@ -105,7 +105,7 @@ def run(argv: Sequence[str]) -> str:
     if others:
         lines.append(
             f"  {len(others)} more of an earlier call are still there ({', '.join(others[:3])}): "
-            "a run without lists takes them too; try: another --output_dir, or remove them"
+            "a run without lists takes them too; try: use another --output_dir, or remove them"
         )
     return "\n".join([*lines, *(f"  left out: {reason}" for reason in skipped[:5])])
 
@@ -126,7 +126,7 @@ def shuffle(
 ) -> dict[str, list[str]]:
     """Deal the chains out at random: train, val, test."""
     if min(ratios) < 0 or abs(sum(ratios) - 1) > 1e-6:
-        raise ConfigError(f"the ratios {ratios} do not add up to 1", "0.8, 0.1 and 0.1")
+        raise ConfigError(f"the ratios {ratios} do not add up to 1", "pass 0.8, 0.1 and 0.1")
     dealt = sorted(names)
     random.Random(seed).shuffle(dealt)
     first = round(ratios[0] * len(dealt))
@@ -147,9 +147,11 @@ def read_splits(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
         known = set(names)
         kept = {split: [name for name in v if name in known] for split, v in lists.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise DataError(f"{path} is no JSON file of lists: {error}", "another --splits") from error
+        problem = f"{path} is not a JSON file of lists: {error}"
+        raise DataError(problem, "pass another --splits") from error
     if not kept.get("train"):
-        raise DataError(f"{path} lists no chain to train on", "the lists that belong to the pack")
+        problem = f"{path} lists no chain to train on"
+        raise DataError(problem, "pass the lists that belong to --jsonl")
     return kept
 
 
@@ -158,12 +160,12 @@ def read_folder(
 ) -> Iterator[Chain | DataError]:
     """Yield the chains of every structure in a folder, or why a file is left out."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder of structures", "another --pdb_dir")
+        raise DataError(f"{folder} is not a folder of structures", "pass another --pdb_dir")
     files = [path for path in sorted(folder.rglob("*")) if is_structure(path)]
     if only_mmcif:
         files = [path for path in files if ".cif" in path.name or ".mmcif" in path.name]
     if not files:
-        raise DataError(f"{folder} holds no structure", ".pdb, .ent or .cif files")
+        raise DataError(f"{folder} holds no structure", "put .pdb, .ent or .cif files there")
     read = partial(_read_file, wanted=wanted)
     if num_workers <= 1:
         for path in files:
@@ -189,11 +191,11 @@ def read_jsonl(path: Path, wanted: Filter) -> Iterator[Chain | DataError]:
                 if line.strip():
                     yield _read_line(line, f"{path}:{number}", wanted)
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}", "another --jsonl") from error
+        raise DataError(f"{path} cannot be read: {error}", "pass another --jsonl") from error
 
 
 def _read_line(line: str, where: str, wanted: Filter) -> Chain | DataError:
-    remedy = "correct or remove the line, or --on_bad_sample skip"
+    remedy = "correct or remove the line, or pass --on_bad_sample skip"
     try:
         entry = parse_json(line)
         letters = np.array(list(entry["seq"]))

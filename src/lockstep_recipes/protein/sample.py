@@ -144,7 +144,7 @@ def run(argv: Sequence[str]) -> str:
     """
     args = flags().read(argv)
     if args.num_designs < 1 or args.sample_steps < 1:
-        raise ConfigError("--num_designs and --sample_steps count from 1", "1 or more")
+        raise ConfigError("--num_designs and --sample_steps count from 1", "pass 1 or more")
     model, process = load_checkpoint(args.checkpoint, args.weights)
     model.to(args.device)
     chains = find_chains(Path(args.pdb_path))
@@ -157,9 +157,8 @@ def run(argv: Sequence[str]) -> str:
     try:
         Path(args.output).write_text("".join(entries))
     except OSError as error:
-        raise DataError(
-            f"cannot write {args.output}: {error.strerror}", "another --output"
-        ) from error
+        problem = f"cannot write {args.output}: {error.strerror}"
+        raise DataError(problem, "pass another --output") from error
     median = float(np.median(recoveries))
     return f"{args.output}: {len(entries)} designs of {len(chains)} chains, recovery {median:.3f}"
 
@@ -173,7 +172,7 @@ def find_chains(path: Path) -> list[Chain]:
     from lockstep_recipes.protein.data import load_chain
 
     if not path.exists():
-        raise DataError(f"{path} does not exist", "another --pdb_path")
+        raise DataError(f"{path} does not exist", "pass another --pdb_path")
     files = [path] if path.is_file() else sorted(path.iterdir())
     entries = [load_chain(file) for file in files if file.suffix == ".pt"]
     entries += [
@@ -183,7 +182,7 @@ def find_chains(path: Path) -> list[Chain]:
         for chain in read_chains(file)
     ]
     if not entries:
-        raise DataError(f"{path} holds no .pt, .pdb or .cif file", "another --pdb_path")
+        raise DataError(f"{path} holds no .pt, .pdb or .cif file", "pass another --pdb_path")
     return entries
 
 

@@ -89,7 +89,7 @@ def read_chains(path: Path, wanted: Filter = ANY) -> list[Chain]:
     Raises:
         DataError: if the file is no structure, or no chain in it passes; it names the file.
     """
-    remedy = "correct or remove it, or --on_bad_sample skip"
+    remedy = "correct or remove it, or pass --on_bad_sample skip"
     try:
         structure = gemmi.read_structure(str(path))
     except (ValueError, RuntimeError, OSError, UnicodeDecodeError) as error:

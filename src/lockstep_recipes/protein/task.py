@@ -102,11 +102,11 @@ class ProteinConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.transition == "blosum" and self.vocab == "fragment":
-            raise ConfigError("BLOSUM scores residues, not fragments", "--transition uniform")
+            raise ConfigError("BLOSUM scores residues, not fragments", "pass --transition uniform")
         if self.transition != "absorbing" and not self.use_discrete_diffusion:
             raise ConfigError(
-                f"transition={self.transition} is a diffusion, which is off",
-                "--use_discrete_diffusion",
+                f"transition={self.transition} needs diffusion, which is off",
+                "pass --use_discrete_diffusion",
             )
         return self
 
@@ -267,8 +267,8 @@ class ProteinTask(Task):
         changed = [f"{k} {before[k]} -> {now[k]}" for k in sorted(now) if now[k] != before[k]]
         if changed:
             raise ConfigError(
-                f"the checkpoint is of another network: {', '.join(changed)}",
-                "the old settings, or another --save_dir",
+                f"the checkpoint holds another network: {', '.join(changed)}",
+                "restore the old settings, or use another --save_dir",
             )
 
     def compile(self, model: nn.Module) -> None:

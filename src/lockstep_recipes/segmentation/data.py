@@ -145,28 +145,28 @@ def _names_listed(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise DataError(
             f"the list {path} cannot be read: {reason}",
-            "a folder with JPEGImages/ and ImageSets/SegmentationAug/{train,val}.txt, "
+            "pass a folder with JPEGImages/ and ImageSets/SegmentationAug/{train,val}.txt, "
             "or with train/ and trainannot/",
         ) from error
     found = [(Path(line.split()[0]).stem, n) for n, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise DataError(f"the list {path} is empty", "one image name a line, without its suffix")
+        raise DataError(
+            f"the list {path} is empty", "write one image name per line, without its suffix"
+        )
     return tuple(name for name, _ in found), tuple(f"{path}, line {n}" for _, n in found)
 
 
 def _names_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
     if not folder.is_dir():
-        raise DataError(
-            f"the split {folder} does not exist", "train/, trainannot/, val/, valannot/"
-        )
+        problem = f"the split {folder} does not exist"
+        raise DataError(problem, "name the folders train/, trainannot/, val/ and valannot/")
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() in (".jpg", ".jpeg", ".png"))
     if not files:
         raise DataError(f"the split {folder} holds no image", "put .jpg or .png files there")
     suffixes = {file.suffix for file in files}
     if len(suffixes) > 1:
-        raise DataError(
-            f"the split {folder} mixes {' and '.join(sorted(suffixes))}", "one kind of image"
-        )
+        problem = f"the split {folder} mixes {' and '.join(sorted(suffixes))}"
+        raise DataError(problem, "convert the images to one kind")
     names = tuple(file.stem for file in files)
     return names, tuple(str(folder) for _ in names), {"image": suffixes.pop()}
 
@@ -189,7 +189,7 @@ def choose_mode(mode: str, listing: Listing) -> str:
             wanted = VOC_FOLDERS[kind]
             raise DataError(
                 f"--dataset {mode} needs {kind} labels, and {listing.root} has none",
-                f"a folder {wanted} there, or another --dataset",
+                f"add a folder {wanted} there, or pass another --dataset",
             )
     return mode
 
@@ -210,7 +210,7 @@ def check_files(listing: Listing, kinds: Iterable[str]) -> None:
 
 def _missing(path: Path, origin: str) -> DataError:
     return DataError(
-        f"{path} does not exist ({origin})", "put the file there, or --on_bad_sample skip"
+        f"{path} does not exist ({origin})", "put the file there, or pass --on_bad_sample skip"
     )
 
 
@@ -317,7 +317,7 @@ class SegmentationData:
                 raise DataError(
                     f"{path} is {pixels.shape[1]} x {pixels.shape[0]}, but its image "
                     f"{self.describe(index)} is {width} x {height} ({origin})",
-                    "an image and labels of one size, or --on_bad_sample skip",
+                    "give image and labels the same size, or pass --on_bad_sample skip",
                 )
             return pixels if kind in MAPS else _checked(pixels, listing, path, origin)
 
@@ -370,15 +370,15 @@ def _decode(path: Path, origin: str, take: Callable[[Image.Image], T]) -> T:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(
             f"{path} is not a readable image: {error} ({origin})",
-            "replace the file, or --on_bad_sample skip",
+            "replace the file, or pass --on_bad_sample skip",
         ) from error
 
 
 def _single_channel(path: Path, origin: str, opened: Image.Image) -> Plane:
     if opened.mode not in ("L", "P", "1"):
         raise DataError(
-            f"{path} is no map of class indices: its mode is {opened.mode} ({origin})",
-            "a single-channel 8-bit PNG, one class index a pixel",
+            f"{path} is not a map of class indices: its mode is {opened.mode} ({origin})",
+            "save a single-channel 8-bit PNG, one class index per pixel",
         )
     return np.array(opened).astype(np.uint8)
 
@@ -392,6 +392,6 @@ def _checked(labels: Labels, listing: Listing, path: Path, origin: str) -> Label
         raise DataError(
             f"{path} has label {known[row, column]} at row {row}, column {column}, but there are "
             f"{listing.num_classes} classes ({origin})",
-            "--num_classes and --void as the labels have them, or --on_bad_sample skip",
+            "set --num_classes and --void as the labels have them, or pass --on_bad_sample skip",
         )
     return known

@@ -30,45 +30,67 @@ def flags() -> Flags:
         epochs=50, warmup_epochs=5, weight_decay=5e-4, lr_scaling="linear", save_interval=5
     )
     add = parser.add_argument
-    add("--distributed", action="store_true", help="needed to train on several processes")
+    add("--distributed", action="store_true", help="required to train on several processes")
     add("--world_size", type=int, help="ignored unless it contradicts the launcher")
     add("--dist_url", default="env://", help="only env:// is supported")
     add("--batchsize", dest="batch_size", type=int, default=16, help="images per GPU")
     workers = "processes that read images, per GPU"
     add("--workers", dest="num_workers", type=int, default=4, help=workers)
-    add("--lr", type=float, default=1e-3, help="for one GPU; --lr_scaling adapts it")
-    add("--layers", type=int, choices=BLOCKS, help="of the ResNet; 50 unless --model_type says")
-    add("--model_type", help="resN_ASPP_lorm or resN_ASPP")
+    add("--lr", type=float, default=1e-3, help="learning rate for one GPU; see --lr_scaling")
+    add("--layers", type=int, choices=BLOCKS, help="layers of the ResNet (default: 50)")
+    add("--model_type", help="resN_ASPP_lorm or resN_ASPP, with N layers")
     weights = "local ImageNet weights of the ResNet, used if it exists"
     add("--model_path", dest="backbone_weights", type=Path, help=weights)
-    add("--width", type=int, default=64, help="channels of the first stage; published: 64")
+    add("--width", type=int, default=64, help="channels of the first stage")
     voc = "dataset/ScribbleSup/VOC2012"
-    add("--dataset_path", dest="data", default=voc, help="VOC's layout or CamVid's")
+    add("--dataset_path", dest="data", default=voc, help="folder in the layout of VOC or CamVid")
     modes = ["auto", *MODES]
-    add("--dataset", dest="mode", choices=modes, default="auto", help="what is trained on")
+    add("--dataset", dest="mode", choices=modes, default="auto", help="kind of labels to train on")
     add("--pseudo_dir", dest="pseudo", help="folder of pseudo-labels below --dataset_path")
-    add("--num_classes", type=int, help="21 in VOC's layout, 11 in CamVid's, unless given")
-    add("--void", type=int, help="index to ignore: 255 in VOC's layout, --num_classes in CamVid's")
-    side = "side, or height width"
+    add("--num_classes", type=int, help="classes (default: 21 for VOC, 11 for CamVid)")
+    add("--void", type=int, help="index to ignore (default: 255 for VOC, --num_classes for CamVid)")
+    side = "side of the crop in pixels, or height and width"
     add("--crop_size", dest="crop", type=int, nargs="+", default=[465], metavar="N", help=side)
-    add("--scale", type=float, nargs=2, default=[0.5, 2.0], metavar=("LOW", "HIGH"))
-    add("--rotate", dest="degrees", type=float, default=10.0, help="degrees, either way")
-    add("--blur", type=float, default=1.5, help="largest radius, every second image")
+    zoom = "range of random scaling"
+    add("--scale", type=float, nargs=2, default=[0.5, 2.0], metavar=("LOW", "HIGH"), help=zoom)
+    add(
+        "--rotate",
+        dest="degrees",
+        type=float,
+        default=10.0,
+        help="largest random rotation in degrees",
+    )
+    add(
+        "--blur",
+        type=float,
+        default=1.5,
+        help="largest blur radius; half of the images are blurred",
+    )
     add("--l_segs", type=float, default=1.0, help="weight of the scribbles' cross-entropy")
     add("--l_pesudo", type=float, default=1.0, help="weight of the pseudo-labels' cross-entropy")
     add("--l_ds", type=float, default=1.0, help="weight of the entropy near scribbles")
     add("--l_dc", type=float, default=1.0, help="weight of the entropy away from contours")
     add("--l_lorm", type=float, default=1.0, help="weight of LoRM's error")
-    add("--label_smooth", type=float, default=0.1, help="of the pseudo-labels; 0: not smoothed")
-    add("--momentum", type=float, default=0.9)
-    add("--no_amp", action="store_true", help="compute in float32 on a GPU, too")
-    add("--no_sync_bn", action="store_true", help="normalise each rank's batch on its own")
+    add("--label_smooth", type=float, default=0.1, help="label smoothing of the pseudo-labels")
+    add("--momentum", type=float, default=0.9, help="momentum of SGD")
+    add("--no_amp", action="store_true", help="use float32 on GPUs too")
+    add(
+        "--no_sync_bn",
+        action="store_true",
+        help="do not synchronise batch normalisation across ranks",
+    )
     add("--compile", action="store_true", help="compile the model")
-    add("--output_dir", help="./log/MODEL_TYPE unless given; the same folder resumes")
-    add("--no_tensorboard", action="store_true")
+    add("--output_dir", help="the run folder (default: ./log/MODEL_TYPE)")
+    add("--no_tensorboard", action="store_true", help="write no TensorBoard files")
     add("--num_pictures", type=int, default=4, help="predictions drawn at each evaluation")
-    add("--eval_batchsize", type=int, default=1, help="more than 1 needs images of one size")
-    add("--on_bad_sample", choices=["stop", "skip"], default="stop")
+    add(
+        "--eval_batchsize",
+        type=int,
+        default=1,
+        help="images per evaluation batch; more than 1 needs equal sizes",
+    )
+    unreadable = "what to do about an unreadable image"
+    add("--on_bad_sample", choices=["stop", "skip"], default="stop", help=unreadable)
     return parser
 
 
@@ -79,7 +101,8 @@ def build(argv: Sequence[str]) -> tuple[SegmentationTask, RunConfig]:
     args.output_dir = args.output_dir or f"./log/{args.model_type}"
     check_launch(args)
     if len(args.crop) > 2:
-        raise ConfigError(f"--crop_size takes one or two numbers, not {len(args.crop)}", "465")
+        problem = f"--crop_size takes one or two numbers, not {len(args.crop)}"
+        raise ConfigError(problem, "pass --crop_size 465")
     if is_rehearsal():
         rehearse(args, "res18 of width 8 at 33 px", f"{args.model_type} at {args.crop[0]} px")
         args.layers, args.width, args.crop, args.backbone_weights = 18, 8, [33], None
@@ -111,7 +134,8 @@ def check_launch(args: argparse.Namespace) -> None:
     """Refuse processes that were not asked for, another number than claimed, another place."""
     size = launched().size
     if size > 1 and not args.distributed:
-        raise ConfigError(f"{size} processes were started without --distributed", "--distributed")
+        problem = f"{size} processes were started without --distributed"
+        raise ConfigError(problem, "add --distributed")
     if args.world_size is not None and args.world_size != size:
         raise ConfigError(
             f"--world_size {args.world_size}, but {size} processes were started",
@@ -144,6 +168,6 @@ def choose_model(model_type: str | None, layers: int | None) -> tuple[str, int, 
     if layers not in (None, named):
         raise ConfigError(
             f"--layers {layers} and --model_type {model_type} disagree",
-            f"--model_type res{layers}_ASPP{found[2] or ''}",
+            f"pass --model_type res{layers}_ASPP{found[2] or ''}",
         )
     return model_type, named, found[2] is not None

@@ -97,7 +97,7 @@ class ResNet(nn.Module):
         super().__init__()
         if layers not in BLOCKS:
             known = ", ".join(map(str, BLOCKS))
-            raise ConfigError(f"there is no ResNet of {layers} layers", f"one of {known}")
+            raise ConfigError(f"there is no ResNet of {layers} layers", f"use one of {known}")
         block = BasicBlock if layers < 50 else Bottleneck
         counts = BLOCKS[layers]
         self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
@@ -254,5 +254,5 @@ def load_backbone(backbone: ResNet, path: Path) -> None:
         reason = str(error).splitlines()[0]
         raise DataError(
             f"{path} does not hold the weights of this ResNet: {reason}",
-            "torchvision's file for these --layers, or no --model_path to start at random",
+            "pass torchvision's file for these --layers, or no --model_path to start at random",
         ) from error

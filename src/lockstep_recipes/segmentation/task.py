@@ -149,9 +149,8 @@ class SegmentationTask(Task):
             for split in ("train", "val")
         )
         if "mask" not in val.folders:
-            raise DataError(
-                f"{config.data} has no masks to validate with", "a folder SegmentationClassAug"
-            )
+            problem = f"{config.data} has no masks to validate with"
+            raise DataError(problem, "add a folder SegmentationClassAug")
         return train, val
 
     @cached_property
@@ -235,9 +234,8 @@ class SegmentationTask(Task):
         """Return the weighted sum of the terms, each divided by its units of the whole step."""
         config = self.config
         if len(batch["image"]) == 1 and not _sees_others(model, context.world):
-            raise ConfigError(
-                "batch normalisation cannot train on a batch of one image", "--batchsize 2"
-            )
+            problem = "batch normalisation cannot train on a batch of one image"
+            raise ConfigError(problem, "pass --batchsize 2")
         image = normalise(batch["image"], next(model.parameters()).dtype)
         logits, lorm = model(image, self._foreground(batch) if config.lorm else None)
         sums: dict[str, Tensor] = {}

@@ -50,7 +50,7 @@ def flags() -> Flags:
     add("--max_images", type=int, help="look at the first so many only")
     add("--output", type=Path, help="folder for masks (class indices) and pictures (colours)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--local_rank", type=int, help="accepted; the launcher's environment wins")
+    add("--local_rank", type=int, help="accepted and ignored; the launcher's environment counts")
     return parser
 
 
@@ -63,7 +63,10 @@ def load_network(path: Path) -> tuple[SegmentationNet, int]:
     checkpoint = CheckpointStore(path.parent, recipe=SegmentationTask.name).open(path)
     made = checkpoint.load("task")
     if "layers" not in made:
-        raise CheckpointError(f"{path} does not say which network it holds", "train it again")
+        raise CheckpointError(
+            f"{path} does not say which network it holds",
+            "pass a checkpoint that this recipe saved",
+        )
     void = made.pop("void")
     model = SegmentationNet(**made)
     load_model_state(model, checkpoint.load("model"))

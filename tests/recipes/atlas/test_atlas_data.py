@@ -87,7 +87,7 @@ def test_tables_with_and_without_names(tmp_path) -> None:
     for stem in ("a", "b"):
         assert read_table(tmp_path, stem).tolist() == [[1, 2], [3, 4]]
     for text, said in (
-        ("1,2\n3\n", "no table"),
+        ("1,2\n3\n", "not a table"),
         ("1,x\n1,2\n3,nan\n", "row 2"),
         ("x,y\n", "no rows"),
         (",x,y\n0,1,2\n1,3,4\n", "no name"),  # pandas' index is no action
@@ -184,7 +184,7 @@ def test_recordings_of_one_width_are_converted_and_split_by_episode(
     assert answer(convert, [str(source), str(tmp_path / "wide"), "--width", "12"]) == 0
     assert answer(convert, [str(source), str(tmp_path / "none"), "--width", "3"]) == 2
     said = capsys.readouterr().err
-    assert "no actions of 3 columns; there are 7 (5 episodes), 12 (1 episodes)" in said
+    assert "no episode has actions of 3 columns; there are 7 (5 episodes), 12 (1 episodes)" in said
     assert not (tmp_path / "none").exists()
 
 
@@ -193,8 +193,8 @@ def test_the_converter_refuses_in_one_line(robots, tmp_path, capsys) -> None:
         "does not exist": [str(tmp_path / "nowhere"), str(tmp_path / "out")],
         "exists": [str(robots), str(robots)],
         "neither meta.jsonl nor HDF5": [str(robots / "robot"), str(tmp_path / "out")],
-        "no share": [str(robots), str(tmp_path / "out"), "--val_share", "1"],
-        "is no archive": [str(robots / "meta.jsonl"), str(tmp_path / "out")],
+        "is not from 0 to 1": [str(robots), str(tmp_path / "out"), "--val_share", "1"],
+        "cannot read the archive": [str(robots / "meta.jsonl"), str(tmp_path / "out")],
     }
     for said, argv in cases.items():
         assert answer(convert, argv) == 2
@@ -210,7 +210,9 @@ def test_the_converter_names_a_line_that_is_no_recording(robots, tmp_path, capsy
     for bad in ("{oops", '{"dir": "robot/ep000"}', good.split("\n")[0].replace("ep000", "none")):
         meta.write_text(f"{good}\n{bad}\n")
         assert answer(convert, [str(robots), str(out)]) == 2
-        assert capsys.readouterr().err.startswith("lockstep: meta.jsonl, line 7 is no recording: ")
+        assert capsys.readouterr().err.startswith(
+            "lockstep: meta.jsonl, line 7 is not a recording: "
+        )
     (robots / "robot/ep000/data.npz").write_bytes(b"PK\x03\x04 cut off")
     assert answer(convert, [str(robots), str(out)]) == 2
     assert "meta.jsonl, line 1" in capsys.readouterr().err

@@ -340,7 +340,7 @@ BAD = {
     "data: {action_stats_path: none.json}": ["action_stats_path none.json cannot be read"],
     "data: {views: [ceiling]}": [
         "ceiling_000000",
-        "try: all frames, or data.views of: workspace, wrist",
+        "try: add the frames, or set data.views to some of: workspace, wrist",
     ],
     "data: {data_dir: nowhere}": ["nowhere does not exist", "data_dir"],
     "data: {train_split: nowhere}": ["nowhere does not exist"],

@@ -96,7 +96,7 @@ def test_a_list_is_named_with_its_line(command, data) -> None:
     train.write_text(listed + "nowhere\n")
     check(run(command, data, *predefined), "train.txt:9: there is no", "nowhere.pt")
     train.write_text(listed + listed.splitlines()[0])
-    check(run(command, data, *predefined), "train.txt:9:", "stands in line 1 already")
+    check(run(command, data, *predefined), "train.txt:9:", "is in line 1 already")
     train.write_text(listed + val.read_text())
     check(run(command, data, *predefined), "val.txt", "train.txt, too")
     train.write_text("# nothing\n\n")
@@ -174,7 +174,7 @@ def test_bad_chains_are_skipped_alike_on_any_number_of_ranks(command, data, tmp_
     [
         (sample.run, "--checkpoint nowhere/best_model.pt --pdb_path x --output y", "best_model.pt"),
         (sample.run, "--checkpoint x", "required"),
-        (preprocess.run, "--output_dir x", "--pdb_dir or --jsonl"),
+        (preprocess.run, "--output_dir x", "exactly one of --pdb_dir and --jsonl"),
         (preprocess.run, "--pdb_dir nowhere --output_dir x", "nowhere is not a folder"),
         (preprocess.run, "--jsonl nowhere.jsonl --output_dir x", "nowhere.jsonl cannot be read"),
     ],

@@ -95,7 +95,7 @@ def coloured_mask(data: Path) -> str:
     path = data / "pascal_2012_scribble" / "shapes_00003.png"
     with Image.open(path) as image:
         image.convert("RGB").save(path)
-    return "shapes_00003.png is no map of class indices"
+    return "shapes_00003.png is not a map of class indices"
 
 
 FAULTS = [out_of_range, other_size, missing_image, cut_off, coloured_mask]

@@ -1,0 +1,136 @@
+"""Evaluate a run: its weights, their first average, and whatever its task adds at the end.
+
+Owns: which weights are measured, what the metrics are called, and which are the best so far. Does
+not own: the pass over the held-out samples (`evaluation.py`), nor when to evaluate.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from lockstep.dist.agreement import together, voting_before_collectives
+from lockstep.dist.ddp import sync_buffers, unwrap
+from lockstep.dist.fsdp import gathered_whole
+from lockstep.errors import ConfigError
+from lockstep.observe.events import EventLog
+from lockstep.run.evaluation import can_agree, evaluate
+from lockstep.run.run import Run
+from lockstep.task import Context, Task
+
+
+class Evaluator:
+    """Evaluates a run.
+
+    Args:
+        run: What to evaluate.
+        events: Where to write what was found.
+        stop_code: Returns the exit code of a stop signal that this rank has received, or 0.
+    """
+
+    def __init__(self, run: Run, events: EventLog, stop_code: Callable[[], int]) -> None:
+        self.run = run
+        self.events = events
+        self.stop_code = stop_code
+        resumed = run.resumed_from
+        self.metrics: dict[str, float] = dict(resumed.meta.get("metrics", {})) if resumed else {}
+        """What the last evaluation found."""
+        self.step = run.progress.step if self.metrics else None
+        """When that was."""
+
+    def evaluate(self) -> bool:
+        """Evaluate the present weights; return whether they are the best so far. Collective.
+
+        Until that is done a checkpoint says that the run owes an evaluation.
+
+        Raises:
+            StopRequested: on all ranks, because one of them was asked to stop.
+        """
+        run = self.run
+        run.progress.owes_evaluation = True
+        with run.world.phase("evaluate"):
+            self.metrics = self._measure()
+        self.step = run.progress.step
+        is_best = together(run.world, self._is_best, every_exception=True)
+        run.progress.owes_evaluation = False
+        return bool(run.world.all_max(int(is_best))[0])
+
+    def _measure(self) -> dict[str, float]:
+        """Return the metrics of the weights and of their first average. Collective."""
+        run, averages = self.run, self.run.config.averages
+        began = time.monotonic()
+        sync_buffers(unwrap(run.model), run.world)
+        metrics = self._pass_over_held_out()
+        if averages:
+            with run.averages.applied(averages[0]):
+                measured = self._pass_over_held_out()
+                metrics |= {f"ema_{name}": value for name, value in measured.items()}
+                metrics |= self._finish()
+        else:
+            metrics |= self._finish()
+        stall_s = time.monotonic() - began
+        self.events.write("evaluation", run.progress.step, metrics=metrics, local_stall_s=stall_s)
+        return metrics
+
+    def _pass_over_held_out(self) -> dict[str, float]:
+        run, config = self.run, self.run.config
+        return evaluate(
+            run.task,
+            unwrap(run.model),
+            run.held_out,
+            run.world,
+            batch_size=config.evaluation.batch_size or run.contract.plan.batch_size,
+            seed=config.seed,
+            step=run.progress.step,
+            loader=config.loader,
+            autocast=run.autocast,
+            stop_code=self.stop_code,
+        )
+
+    def _finish(self) -> dict[str, float]:
+        """Return the numbers of `Task.finish_evaluation`, and report its pictures. Collective."""
+        run, model = self.run, unwrap(self.run.model)
+        step, folder = run.progress.step, run.config.output_dir
+        context = Context(
+            run.world, run.config.seed, step, 0, training=False, stop_code=self.stop_code
+        )
+        is_default = type(run.task).finish_evaluation is Task.finish_evaluation
+        if not is_default:
+            context.raise_if_stopping()
+        agrees = can_agree(model, run.world)
+
+        def ask() -> dict[str, float]:
+            with voting_before_collectives(run.world) if agrees else nullcontext():
+                made = run.task.finish_evaluation(model, context, folder)
+            for name, value in made.items():
+                if isinstance(value, Path):
+                    self.events.write("picture", step, name=name, path=str(value))
+            return {name: value for name, value in made.items() if not isinstance(value, Path)}
+
+        stays_sharded = run.task.calls_alike or is_default
+        with run.autocast or nullcontext(), gathered_whole(model, unless=stays_sharded):
+            return together(run.world, ask, every_exception=agrees)
+
+    def _is_best(self) -> bool:
+        """Say whether the metrics are the best so far, and remember it.
+
+        The first rank decides: a task may return metrics that differ between ranks.
+        """
+        progress, evaluation = self.run.progress, self.run.config.evaluation
+        if not (evaluation.save_best and self.run.world.is_first):
+            return False
+        value = self.metrics.get(evaluation.best_metric)
+        if value is None:
+            raise ConfigError(
+                f"evaluation.best_metric={evaluation.best_metric!r} is not measured",
+                f"name one of {', '.join(self.metrics)}"
+                if self.metrics
+                else "return metrics from the task",
+            )
+        sign = 1 if evaluation.best_is == "lowest" else -1
+        best = math.inf if progress.best is None else sign * progress.best
+        if not (math.isfinite(value) and sign * value < best):
+            return False
+        progress.best = value
+        return True

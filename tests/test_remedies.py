@@ -1,0 +1,182 @@
+"""Every error says what to do in the imperative: "pass ...", "lower ...", never a bare noun.
+
+Remedies are found in the source by `ast`, not by running it. A new verb is added to VERBS.
+"""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+
+VERBS = re.compile(
+    "add|allow|bring|build|call|certify|change|check|choose|convert|copy|correct|count|create|define|did|download|draw|export|"
+    "fix|freeze|give|install|keep|leave|let|load|look|lower|make|move|name|pass|put|quote|read|"
+    "register|remove|rename|replace|restore|resume|return|run|save|scale|seed|set|start|train|unset|use|"
+    "wait|write"
+)
+"""First words of a remedy. "did" is for "did you mean --gpus?"."""
+
+REWRITTEN_LATER = (
+    "lockstep/bench/",
+    "lockstep/certify/",
+    "lockstep/doctor/",
+    "lockstep/launch/",
+    "lockstep/cli/bench.py",
+    "lockstep/cli/certify.py",
+    "lockstep/cli/doctor.py",
+    "lockstep/cli/rehearse.py",
+    "lockstep/cli/stage.py",
+)
+"""Places whose remedies are still nouns. This list may only get shorter."""
+
+IS_REMEDY = re.compile(r"(^|_)(remedy|REMEDY|fix)$")
+"""Names of parameters and variables that hold a remedy."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Source:
+    """The modules in which remedies are looked for, and what their names stand for."""
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self.trees = {name: ast.parse(text) for name, text in texts.items()}
+        nodes = [node for tree in self.trees.values() for node in ast.walk(tree)]
+        self.positions = dict.fromkeys(self._error_classes(nodes), 1)
+        self.assigned: dict[str, list[ast.expr]] = defaultdict(list)
+        for node in nodes:
+            if isinstance(node, Function):
+                self._note_parameter(node)
+            elif isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        self.assigned[target.id].append(node.value)
+
+    @staticmethod
+    def _error_classes(nodes: list[ast.AST]) -> set[str]:
+        """Return the names of LockstepError and of all classes derived from it."""
+        classes = {"LockstepError"}
+        definitions = [node for node in nodes if isinstance(node, ast.ClassDef)]
+        for _ in definitions:
+            classes |= {
+                found.name
+                for found in definitions
+                if classes & {base.id for base in found.bases if isinstance(base, ast.Name)}
+            }
+        return classes
+
+    def _note_parameter(self, function: Function) -> None:
+        """Remember at which place of its arguments a function takes a remedy."""
+        names = [argument.arg for argument in function.args.args if argument.arg != "self"]
+        for place, name in enumerate(names):
+            if IS_REMEDY.search(name) and function.name != "__init__":
+                self.positions[function.name] = place
+
+    def remedies(self) -> Iterator[tuple[str, ast.expr]]:
+        """Yield each expression that is shown after "try:", and where it stands."""
+        for name, tree in self.trees.items():
+            for node in ast.walk(tree):
+                found: list[ast.expr] = []
+                if isinstance(node, ast.Call):
+                    found = list(self._remedies_of_call(node))
+                elif isinstance(node, Function):
+                    arguments = node.args.args[len(node.args.args) - len(node.args.defaults) :]
+                    for argument, default in zip(arguments, node.args.defaults, strict=True):
+                        if IS_REMEDY.search(argument.arg):
+                            found.append(default)
+                elif isinstance(node, ast.Assign) and IS_REMEDY.search(
+                    ast.unparse(node.targets[0])
+                ):
+                    found = [node.value]
+                for remedy in found:
+                    yield f"{name}:{remedy.lineno}", remedy
+
+    def _remedies_of_call(self, call: ast.Call) -> Iterator[ast.expr]:
+        called = call.func
+        name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
+        place = self.positions.get(name)
+        if place is not None and len(call.args) > place:
+            yield call.args[place]
+        for keyword in call.keywords:
+            if keyword.arg and IS_REMEDY.search(keyword.arg):
+                yield keyword.value
+
+    def first_words(self, remedy: ast.expr) -> Iterator[str]:
+        """Yield the first word of each text that an expression can become.
+
+        An expression whose beginning cannot be read in the source is yielded as code, which is
+        no verb, unless it was checked where it came from: `error.remedy`, a parameter `remedy`.
+        """
+        match remedy:
+            case ast.Constant(value=str(text)):
+                yield text.split(" ")[0].rstrip(":,")
+            case ast.JoinedStr(values=[ast.Constant(value=str(text)), *_]) if " " in text:
+                yield text.split(" ")[0].rstrip(":,")
+            case ast.JoinedStr(values=[ast.FormattedValue(value=ast.Name() as value), *_]):
+                yield from self.first_words(value)
+            case ast.BinOp(left=left, op=ast.Add()):
+                yield from self.first_words(left)
+            case ast.IfExp(body=body, orelse=orelse):
+                yield from self.first_words(body)
+                yield from self.first_words(orelse)
+            case ast.BoolOp(values=values):
+                for value in values:
+                    yield from self.first_words(value)
+            case ast.Attribute(attr="remedy"):
+                return
+            case ast.Name(id=name) if IS_REMEDY.search(name):
+                return
+            case ast.Name(id=name) if name.isupper() and name in self.assigned:
+                for value in self.assigned[name]:
+                    yield from self.first_words(value)
+            case _:
+                yield f"<{ast.unparse(remedy)}>"
+
+    def faults(self) -> list[str]:
+        """Return each remedy that does not start with a verb."""
+        return [
+            f"{place}: {word!r}"
+            for place, remedy in self.remedies()
+            if not place.startswith(REWRITTEN_LATER)
+            for word in self.first_words(remedy)
+            if not VERBS.fullmatch(word)
+        ]
+
+
+def test_every_remedy_starts_with_a_verb() -> None:
+    files = sorted(SRC.rglob("*.py"))
+    source = Source({file.relative_to(SRC).as_posix(): file.read_text() for file in files})
+    assert len(list(source.remedies())) > 300, "remedies were not found"
+    faults = source.faults()
+    assert not faults, "remedies that do not start with a verb:\n" + "\n".join(faults)
+
+
+ERRORS = "class LockstepError(Exception): ...\nclass DataError(LockstepError): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ('raise DataError("no file", "another folder")', "'another'"),
+        ('raise DataError("no file", remedy="--folder")', "'--folder'"),
+        ('raise DataError("no file", f"{near} or none")', "'<near>'"),
+        ('raise DataError("no file", near or "pass one")', "'<near>'"),
+        ('raise DataError("no file", "pass one" if near else "one that exists")', "'one'"),
+        ('WHERE = "a folder"\nraise DataError("no file", WHERE)', "'a'"),
+        ('remedy = "a folder"', "'a'"),
+        ('def refuse(what, remedy="mended"): ...', "'mended'"),
+        ('def refuse(what, remedy): ...\nrefuse("no file", "quotes")', "'quotes'"),
+        ('result(fix="more memory")', "'more'"),
+        ('raise DataError("no file", pairs[0][1])', "'<pairs[0][1]>'"),
+        ('raise DataError("no file", f"pass {folder}")', None),
+        ('raise DataError("no file", "set " + name)', None),
+        ("raise DataError(error.problem, error.remedy)", None),
+    ],
+)
+def test_a_remedy_without_a_verb_is_seen(code: str, fault: str | None) -> None:
+    faults = Source({"planted.py": ERRORS + code}).faults()
+    assert [found.partition(": ")[2] for found in faults] == ([fault] if fault else [])
