@@ -4,27 +4,16 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
-from lockstep import CheckpointStore, RunConfig
-from lockstep.cli import rehearse as rehearsing
-from lockstep.cli.rehearse import PHASES, rehearse
-from lockstep.cli.stage import NOTES, Stage, with_a_middle
+from lockstep.cli.rehearse import rehearse
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.run.rehearsal import rehearsed
+from lockstep.rehearse.rehearsal import PHASES, Report
 from lockstep.testing import free_port
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
-
-from processes import Forked
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -52,16 +41,6 @@ def see(
     assert ended == code, f"{report}\n{said}"
     report["phases"] = {phase["phase"]: phase for phase in report["phases"]}
     return report
-
-
-def test_a_process_alone_in_an_allocation_is_all_of_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}.items():
-        monkeypatch.setenv(name, value)
-    Stage(tmp_path).note("store")
-    note = json.loads((tmp_path / NOTES).read_text())
-    assert (note["rank"], note["size"]) == (0, 1)
 
 
 # --- Planted faults ----------------------------------------------------------
@@ -167,104 +146,16 @@ def test_what_cannot_be_rehearsed_is_one_line_and_something_to_try(
         rehearse(["nosuch"], 9, [], as_json=True)
     with pytest.raises(ConfigError, match="there is no command"):
         rehearse([], 9, [], as_json=True)
-    with pytest.raises(ConfigError, match="there is no phase 'validat'\n  try: validate"):
+    with pytest.raises(ConfigError, match="there is no phase 'validat'\n  try: pass validate"):
         rehearse(["true"], 9, ["validat"], as_json=True)
     report = see(capsys, "true", 1)
     assert report["missing"] == list(PHASES), "it ended well, and nothing was seen"
 
 
 def test_what_a_command_does_not_do_may_be_left_out() -> None:
-    report = rehearsing.Report(["x"], without=("log", "validate"))
+    report = Report(["x"], without=("log", "validate"))
     for phase in report.phases:
         phase.verdict = "not seen" if phase.phase in ("log", "validate") else "ok"
     assert report.verdict == "passed"
     report["save"].verdict = "not seen"
     assert (report.verdict, report.missing) == ("incomplete", ["save"])
-
-
-# --- Parts -------------------------------------------------------------------
-
-
-def test_outside_a_rehearsal_a_config_is_left_alone() -> None:
-    config = RunConfig(epochs=3)
-    assert rehearsed(config) is config
-
-
-def test_a_rehearsed_config_keeps_batch_and_rate_and_leaves_the_folder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("LOCKSTEP_REHEARSAL", "1")
-    asked = RunConfig.parse(
-        {
-            "output_dir": "runs/a",
-            "epochs": 300,
-            "batch": {"batch_size": 48, "accumulate": 3},
-            "loader": {"num_workers": 8},
-            "sinks": {"log_file": "logs/train.log"},
-            "resume": "checkpoints/x",
-        }
-    )
-    small = rehearsed(asked)
-    assert (small.batch, small.rate, small.precision) == (asked.batch, asked.rate, asked.precision)
-    assert (small.output_dir, small.max_steps, small.epochs) == ("runs/a/rehearsal", 4, None)
-    assert (small.loader.num_workers, small.resume) == (1, "discard")
-    assert small.sinks.log_file == "runs/a/rehearsal/train.log"
-    assert small.loader.timeout_s == 60
-    assert rehearsed(small) is small, "once is enough"
-    patient = small.loader.model_copy(update={"timeout_s": 300.0})
-    assert rehearsed(small.model_copy(update={"loader": patient})) == small, "a recipe's own, too"
-    named_so = rehearsed(asked.model_copy(update={"output_dir": "rehearsal"}))
-    assert (named_so.output_dir, named_so.max_steps) == ("rehearsal/rehearsal", 4), "a real run's"
-    middle = with_a_middle(asked, goes_on=False)
-    assert (middle.evaluation.every_steps, middle.checkpoint.every_steps) == (2, 2)
-    assert not middle.checkpoint.background
-    assert with_a_middle(asked, goes_on=True).resume == "auto"
-    assert RunConfig.parse(json.loads(middle.model_dump_json())) == middle, "a valid config"
-
-
-def test_a_real_folder_called_rehearsal_is_not_touched(tmp_path: Path) -> None:
-    class Store(CheckpointStore):
-        """A class of its own, for a rehearsal changes it."""
-
-    Stage(tmp_path / "stage").enter_store(SimpleNamespace(CheckpointStore=Store))  # type: ignore[arg-type]
-    (tmp_path / "stage").mkdir()
-    store = Store(tmp_path / "rehearsal" / "run")
-    assert (tmp_path / "stage") in store.folder.parents
-
-
-SLEEPER = """
-import os, subprocess, time
-import lockstep
-child = subprocess.Popen(["sleep", "100"], start_new_session=True)
-open("pids.part", "w").write(f"{os.getpid()} {child.pid}")
-os.rename("pids.part", "pids")
-time.sleep(100)
-"""
-
-
-@pytest.mark.parametrize("verb", ["rehearse", "certify resume", "bench step", "doctor"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_command_that_is_ended_leaves_nothing_running(
-    verb: str, number: signal.Signals, tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").write_text(SLEEPER)
-    words = [*verb.split(), "--", sys.executable, "train.py"]
-    command = Forked(words, tmp_path / "said.txt", {"TMPDIR": str(tmp_path)})
-    try:
-        while not (tmp_path / "pids").exists():
-            assert command.poll() is None
-            time.sleep(0.05)
-        started, below = map(psutil.Process, map(int, (tmp_path / "pids").read_text().split()))
-        os.kill(command.pid, number)
-        code = command.wait(60)
-        if number == signal.SIGKILL:  # the kernel then ends what was started, and not what that did
-            below.kill()
-        assert psutil.wait_procs([started, below], 30)[1] == []
-    finally:
-        command.process.kill()
-        command.wait()
-    if number == signal.SIGKILL:
-        assert code == -number
-    else:
-        assert code == 128 + number
-        assert not list(tmp_path.glob("lockstep_*"))

@@ -1,0 +1,1 @@
+"""The very command in miniature, killed at its first checkpoint and resumed."""

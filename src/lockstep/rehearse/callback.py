@@ -1,0 +1,79 @@
+"""The callback of `lockstep rehearse`: notes what a run does, and waits to be killed.
+
+Owns: the evaluation and the checkpoint in the middle of a rehearsed run, and the notes of each
+rank. Does not own: how a run shrinks (`lockstep.run.rehearsal`, and `Loader` for a loop of one's
+own), nor the verdict (`rehearsal.py`).
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.callback import Callback, RunView
+from lockstep.config import RunConfig
+from lockstep.data.batch import StepBatch
+from lockstep.dist.collectives import Collectives
+from lockstep.dist.environment import tool_folder
+from lockstep.harness.attach import KILLED, write_note
+from lockstep.run.rehearsal import STEPS
+from lockstep.step.report import StepReport
+
+CALLBACK = "lockstep.rehearse.callback:RehearsalCallback"
+HOLD_S = 300.0
+"""How long a rank waits at its first checkpoint to be killed, should nobody come."""
+
+
+class RehearsalCallback(Callback):
+    """One rank's share of a rehearsal."""
+
+    def __init__(self) -> None:
+        self.folder = tool_folder()
+        self.note("process")
+
+    def note(self, event: str, step: int = 0, **values: Any) -> None:
+        """Tell the tool."""
+        write_note(self.folder, event, step=step, **values)
+
+    @property
+    def was_killed(self) -> bool:
+        """Say whether the run has been killed already, and is to resume."""
+        return (self.folder / KILLED).exists()
+
+    def configure(self, task: Any, config: RunConfig, world: Collectives) -> RunConfig:
+        """Evaluate and save half-way."""
+        self.note("run", output_dir=str(Path(config.output_dir).absolute()))
+        return with_a_middle(config, self.was_killed)
+
+    def on_run_start(self, run: RunView) -> None:
+        """Note that this rank is there, and from which step it goes on."""
+        self.note("start", run.step)
+
+    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+        """Note a step."""
+        self.note("trained", run.step)
+
+    def on_checkpoint_saved(self, run: RunView, path: Path) -> None:
+        """Note a checkpoint, and wait at the first one to be killed."""
+        if not run.world.is_first:
+            return
+        is_first_save = not self.was_killed
+        self.note("saved", run.step, path=str(path.absolute()))
+        parent, deadline = os.getppid(), time.monotonic() + HOLD_S
+        while is_first_save and time.monotonic() < deadline and os.getppid() == parent:
+            time.sleep(0.05)
+
+
+def with_a_middle(config: RunConfig, was_killed: bool) -> RunConfig:
+    """Return a rehearsed config that also evaluates and saves half-way, and can go on."""
+    total = config.max_steps or config.epochs or STEPS
+    half: dict[str, Any] = {"every_epochs": None, "every_steps": max(1, total // 2)}
+    # The first save is waited for, so that the kill finds the run where it is expected.
+    saving = half | ({} if was_killed else {"background": False})
+    return config.model_copy(
+        update={
+            "resume": "auto" if was_killed else config.resume,
+            "evaluation": config.evaluation.model_copy(update=half),
+            "checkpoint": config.checkpoint.model_copy(update=saving),
+        }
+    )
