@@ -63,11 +63,12 @@ def voting_before_collectives(world: Collectives) -> Iterator[None]:
 
     A rank that fails in the block then meets a vote of the others, whatever they do next.
     """
+    before = world.before_collective
     world.before_collective = lambda: agree_to_continue(world)
     try:
         yield
     finally:
-        world.before_collective = None
+        world.before_collective = before
 
 
 def agree_to_continue(world: Collectives, problem: Exception | None = None, stop: int = 0) -> None:
