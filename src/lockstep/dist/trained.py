@@ -1,7 +1,7 @@
 """Which parameters of a model are trained, and noticing that they are others.
 
 Owns: the comparison, and its words. Does not own: what follows from a change; a run replicates
-its model again (`setup.Run.follow_trained`), and a custom loop is told to.
+its model again (`Run.update_trained`), and a custom loop is told to.
 """
 
 from collections.abc import Sequence
