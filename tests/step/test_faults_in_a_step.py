@@ -238,7 +238,7 @@ class Elusive(TinyTask):
 @pytest.mark.parametrize(
     ("how", "exact", "said"),
     [
-        ("inside", False, "the loss calls not the model"),
+        ("inside", False, "the loss called model.module directly"),
         ("everywhere", False, "no gradient for 0.weight, 0.bias, 3.weight;"),
         ("on one rank", True, "rank 1: a micro-batch has no gradient for 0.weight"),
     ],
