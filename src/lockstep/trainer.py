@@ -61,7 +61,6 @@ from lockstep.signals import (
     note_exit_code,
 )
 from lockstep.step.report import StepReport
-from lockstep.step.train_step import train_step
 from lockstep.task import Task
 
 WAIT_FOR_OTHERS_S = 10.0
@@ -222,7 +221,7 @@ class Trainer:
         except OutOfMemoryError as error:
             too_large = error.problem
         except TrainedParametersError:
-            if run.world.size > 1 and not self._agrees_on_memory:  # maybe on this rank only
+            if run.world.size > 1 and not run.agrees_on_memory:  # maybe on this rank only
                 raise
         else:
             self._num_replications = 0
@@ -236,35 +235,12 @@ class Trainer:
             self._replicate_for_trained()
             self.step(batch)
 
-    @property
-    def _agrees_on_memory(self) -> bool:
-        """Whether ranks agree in each step that it fits into the memory of all of them."""
-        run, config = self.run, self.run.config
-        # A loss that compares samples changes with the size of micro-batches.
-        gathers = run.task.gathers and (run.world.size > 1 or not config.exact)
-        communicates = run.world.size > 1 and (config.sync_batch_norm or config.parallel == "fsdp")
-        return config.on_out_of_memory == "halve" and not (gathers or communicates)
-
     def _train(self, batch: StepBatch) -> StepReport:
-        run, config = self.run, self.run.config
+        take_step = self.run.train_step
+        assert take_step is not None  # `prepare` has replicated the model
+        self.run.non_finite = take_step.non_finite
         try:
-            return train_step(
-                run.task.loss,
-                run.model,
-                run.optimizer,
-                batch,
-                run.world,
-                weights=run.task.weights,
-                seed=config.seed,
-                max_grad_norm=config.max_grad_norm,
-                autocast=run.autocast,
-                scaler=run.scaler,
-                exact_reducer=run.exact_reducer,
-                non_finite=self.skipped_steps.flag(),
-                agree_on_memory=self._agrees_on_memory,
-                trained=run.trained,
-                buffers_later=True,
-            )
+            return take_step(batch)
         except RuntimeError as error:
             raise_if_not_deterministic(error)
             raise_if_out_of_reach(error)

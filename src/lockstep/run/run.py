@@ -41,6 +41,8 @@ from lockstep.plan import Contract
 from lockstep.run.average import Averages
 from lockstep.run.progress import Progress
 from lockstep.run.saved_run import check_saved_run, load_progress
+from lockstep.step.train_step import TrainStep
+from lockstep.step.update import new_non_finite_flag
 from lockstep.task import Task
 
 
@@ -90,10 +92,21 @@ class Run:
     uses_task_loss: bool = False
     """Whether the trainer has taken a step with the task's own loss."""
     non_finite: Tensor | None = None
-    """On a GPU: the sticky non-finite flag of `train_step`."""
+    """On a GPU: the sticky flag of the trainer's own steps, once it has taken one."""
+    train_step: TrainStep | None = None
+    """Takes the trainer's own steps, with the model as it was last replicated."""
 
     def __post_init__(self) -> None:
         self.trained = TrainedParameters(unwrap(self.model), self.optimizer)
+
+    @property
+    def agrees_on_memory(self) -> bool:
+        """Whether ranks agree in each step that it fits into the memory of all of them."""
+        # A loss that compares samples changes with the size of micro-batches.
+        gathers = self.task.gathers and (self.world.size > 1 or not self.config.exact)
+        is_sharded = self.config.parallel == "fsdp"
+        communicates = self.world.size > 1 and (self.config.sync_batch_norm or is_sharded)
+        return self.config.on_out_of_memory == "halve" and not (gathers or communicates)
 
     @property
     def step(self) -> int:
@@ -179,6 +192,7 @@ class Run:
 
         Collective.
         """
+        self.train_step = None
         if unwrap(self.model) is not self.model:
             self.model = unwrap(self.model)
             gc.collect()  # an exception may keep the old replica, whose hooks would still run
@@ -188,6 +202,29 @@ class Run:
         pending = self.pending_optimizer
         num_groups = len(pending["param_groups"]) if pending else 0
         self.trained = TrainedParameters(unwrap(self.model), self.optimizer, num_groups)
+        self.train_step = self._build_step()
+
+    def _build_step(self) -> TrainStep:
+        config, device = self.config, self.world.device
+        flag = self.non_finite
+        if config.on_non_finite == "stop" and device.type == "cuda" and not self.scaler:
+            flag = new_non_finite_flag(device) if flag is None else flag
+        return TrainStep(
+            self.task.loss,
+            self.model,
+            self.optimizer,
+            self.world,
+            weights=self.task.weights,
+            seed=config.seed,
+            max_grad_norm=config.max_grad_norm,
+            autocast=self.autocast,
+            scaler=self.scaler,
+            exact_reducer=self.exact_reducer,
+            non_finite=flag,
+            agree_on_memory=self.agrees_on_memory,
+            trained=self.trained,
+            buffers_later=True,
+        )
 
     def update_trained(self) -> str:
         """Replicate the model for the parameters that are now trained. Collective.
