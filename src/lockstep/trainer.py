@@ -121,7 +121,7 @@ class Trainer:
     Args:
         run: From `prepare`.
         signals: Already entered.
-        stack: Closes what the trainer opens.
+        stack: Closes the trainer's files and threads.
         extra_lines: Lines for the first rank to print with the banner before the first step.
     """
 

@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_used_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot look into"):
+    with pytest.raises(CheckpointError, match="cannot list"):
         CheckpointStore(tmp_path / "file").latest()
     with pytest.raises(CheckpointError, match="cannot save"):
         save(CheckpointStore(tmp_path / "file" / "below"), 1)

@@ -270,7 +270,7 @@ def _tensor_file(
 ) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file: header length, JSON header, then the tensors back to back.
 
-    safetensors' own writer refuses tied tensors and does not hash what it writes.
+    The writer of safetensors refuses tied tensors and does not hash its output.
     """
     # The widest types first, so that each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))

@@ -107,7 +107,7 @@ class CheckpointStore:
         self._committed: dict[Path, tuple[object, ...]] = {}
         """The fingerprints of checkpoints that this store has saved."""
         self._replaceable: dict[Path, tuple[object, ...]] = {}
-        """The fingerprint of what the current save may replace."""
+        """The fingerprint of the damaged checkpoint that the current save may replace."""
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be."""
@@ -529,7 +529,7 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"cannot look into {self.folder}: {error}", "check it") from error
+            raise CheckpointError(f"cannot list {self.folder}: {error}", "check it") from error
 
     def _is_saved(self, path: Path) -> bool:
         try:
@@ -591,7 +591,7 @@ class CheckpointStore:
                 generation.raise_if_taken_over(self.folder, self.generation)
             except OSError as error:
                 raise CheckpointError(
-                    f"cannot look into {self.folder}: {error}", "check the folder and its disk"
+                    f"cannot list {self.folder}: {error}", "check the folder and its disk"
                 ) from error
 
     @contextmanager
@@ -607,7 +607,7 @@ class CheckpointStore:
         try:
             return generation.newest(self.folder)
         except OSError as error:
-            raise CheckpointError(f"cannot look into {self.folder}: {error}", "check it") from error
+            raise CheckpointError(f"cannot list {self.folder}: {error}", "check it") from error
 
     def _accepted(self) -> dict[int, int]:
         """Return the steps with a readable and valid manifest, each with its generation."""

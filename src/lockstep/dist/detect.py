@@ -107,7 +107,7 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
     if head and re.fullmatch(r"[!-~]{1,255}", head) is None:
         raise _contradiction(env, f"{shown(head)} is not the name or address of a host")
     if size > 1 and not (head and port):
-        raise _contradiction(env, f"{size} processes need MASTER_ADDR and MASTER_PORT to meet")
+        raise _contradiction(env, f"{size} processes need MASTER_ADDR and MASTER_PORT")
     return Launch(
         rank=rank,
         size=size,

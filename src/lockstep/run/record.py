@@ -183,7 +183,7 @@ def banner(run: Run) -> list[str]:
     lines += [*run.task.banner(world, run.contract), *run.contract.describe()]
     limit = run.config.max_grad_norm
     lines.append(f"Gradient clipping: {'none' if limit is None else f'at norm {limit:g}'}")
-    lines += [f"passed over {path}: {reason}" for path, reason in run.rejected]
+    lines += [f"skipped checkpoint {path}: {reason}" for path, reason in run.rejected]
     lines += [
         f"warning: the checkpoint holds the state of callback {name}, which this run does not have"
         for name in run.unclaimed_states

@@ -278,7 +278,7 @@ def changed_data(
     """Return the changes of the data since the checkpoint."""
     before = checkpoint.meta.get("data", {}) if checkpoint else {}
     found = {name: differences(before.get(name, {}), prints[name], data[name]) for name in prints}
-    return [f"{name} data: {what}" for name, what in found.items() if what]
+    return [f"{name} data: {change}" for name, change in found.items() if change]
 
 
 def contract_or_refusal(

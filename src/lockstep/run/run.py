@@ -279,7 +279,7 @@ class Run:
             if not self.config.accept_changes:
                 changes = describe_changes(*differences(at_start, now))
                 raise ConfigError(
-                    f"this model does not train what the checkpoint's did: {changes}",
+                    f"this model does not train the checkpoint's parameters: {changes}",
                     "train the same parameters, or pass accept_changes=true",
                 )
             return
