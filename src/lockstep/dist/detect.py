@@ -72,7 +72,7 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
         LaunchError: if variables are missing, malformed or contradict each other.
     """
     if ("RANK" in env) != ("WORLD_SIZE" in env):
-        raise _contradiction(env, "only one of RANK and WORLD_SIZE is set")
+        raise _contradiction(env, "RANK and WORLD_SIZE must both be set, and one is missing")
     found = _read_rows(env)
     if local_rank_argument is not None and local_rank_argument < 0:
         local_rank_argument = None
