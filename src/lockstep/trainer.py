@@ -103,7 +103,8 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack, callbacks)
         trainer = Trainer(run, signals, stack)
-        plan, total_steps = run.loader.plan, run.loader.total_steps
+        plan = run.loader.plan
+        total_steps = run.loader.total_steps
         schedule = build_schedule(run.config.schedule, plan.steps_per_epoch, total_steps)
         for batch in trainer.steps():
             run.set_rate(schedule(batch.step))
@@ -176,7 +177,8 @@ class Trainer:
             Exception: raised by the task in an evaluation, on that rank; the others raise an
                 OtherRankError. Finished steps are saved first, except with a sharded model.
         """
-        run, progress = self.run, self.run.progress
+        run = self.run
+        progress = self.run.progress
         self._call("on_run_start")
         if not self._evaluate_late():
             return
@@ -239,14 +241,16 @@ class Trainer:
     @property
     def _agrees_on_memory(self) -> bool:
         """Whether ranks agree in each step that it fits into the memory of all of them."""
-        run, config = self.run, self.run.config
+        run = self.run
+        config = self.run.config
         # A loss that compares samples changes with the size of micro-batches.
         gathers = run.task.gathers and (run.world.size > 1 or not config.exact)
         communicates = run.world.size > 1 and (config.sync_batch_norm or config.parallel == "fsdp")
         return config.on_out_of_memory == "halve" and not (gathers or communicates)
 
     def _train(self, batch: StepBatch) -> StepReport:
-        run, config = self.run, self.run.config
+        run = self.run
+        config = self.run.config
         try:
             return train_step(
                 run.task.loss,
@@ -289,7 +293,8 @@ class Trainer:
 
     def record_step(self, report: StepReport, batch: StepBatch) -> None:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
-        run, before = self.run, self.run.progress.consumed
+        run = self.run
+        before = self.run.progress.consumed
         self.buffers.end_step()
         if self.report is None:
             self._check_first_step(report)
@@ -374,7 +379,9 @@ class Trainer:
 
     def _log_evaluate_save(self) -> None:
         """Log, end the epoch, evaluate and save, each if due. Collective."""
-        run, config, progress = self.run, self.run.config, self.run.progress
+        run = self.run
+        config = self.run.config
+        progress = self.run.progress
         at_end = progress.step == run.loader.total_steps
         if at_end or progress.step % config.log_every == 0:
             self._check_finite()
@@ -407,7 +414,8 @@ class Trainer:
     def _agree(self, upcoming: object) -> int:
         """Return the exit code to stop with, or 0; raise on all ranks if one has an error."""
         problem = upcoming if isinstance(upcoming, Exception) else self._callback_error
-        run, world = self.run, self.run.world
+        run = self.run
+        world = self.run.world
         votes = Votes(
             stop_code=self.signals.exit_code,
             has_failed=problem is not None,
@@ -453,7 +461,8 @@ class Trainer:
         self.events.write("trained_parameters", self.run.progress.step, message=changes)
 
     def _is_due(self, when: Cadence) -> bool:
-        progress, per_epoch = self.run.progress, self.run.contract.plan.samples_per_epoch
+        progress = self.run.progress
+        per_epoch = self.run.contract.plan.samples_per_epoch
         epochs = Fraction(progress.consumed, per_epoch) if when.every_epochs else None
         return when.is_due(progress.step, epochs, Fraction(self._num_new, per_epoch))
 
@@ -512,7 +521,8 @@ class Trainer:
 
         The signal thread calls this, so it only reads numbers.
         """
-        step, saved = self.run.progress.step, self.saver.committed_step
+        step = self.run.progress.step
+        saved = self.saver.committed_step
         if self.has_finished or step == saved:
             return ""
         if saved is None:

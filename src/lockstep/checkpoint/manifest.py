@@ -60,7 +60,8 @@ def read_json(raw: bytes) -> Any:
         tree = json.loads(raw)
     except RecursionError:
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
-    level, depth = [tree], 0
+    level = [tree]
+    depth = 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:

@@ -242,7 +242,8 @@ class Loader:
         """Return the fingerprint of the data, comparable with the checkpoint's if there is one."""
         if self._print is None:
             is_full = is_full_print_due(self._world)
-            seed, saved = self._reader.seed, self._saved_print
+            seed = self._reader.seed
+            saved = self._saved_print
             self._print = take_print(self.dataset, seed, saved or None, is_full)
             self._print.pop("old_samples", None)
         return self._print

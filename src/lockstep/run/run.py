@@ -148,7 +148,8 @@ class Run:
         )
         parts = snapshot(self.parts(), self.world.is_first)
         if self.world.is_first:
-            plan, loader = self.contract.plan, self.loader
+            plan = self.contract.plan
+            loader = self.loader
             consumed = loader.consumed_before(step)
             epoch, into = divmod(consumed, plan.samples_per_epoch)
             ledger = Ledger.of_epoch(loader.order, plan, epoch, into)
@@ -211,7 +212,8 @@ class Run:
             )
         together(self.world, lambda: self._check_optimized(began))
         check_same_optimizer(unwrap(self.model), self.optimizer, self.world)
-        pending, groups = self.pending_optimizer, self.optimizer.param_groups
+        pending = self.pending_optimizer
+        groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         self.base_rates += rates[len(self.base_rates) :]
         if pending and len(groups) == len(pending["param_groups"]):

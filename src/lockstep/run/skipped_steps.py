@@ -40,7 +40,8 @@ class SkippedSteps:
 
     def flag(self) -> Tensor | None:
         """Return the flag for `train_step`, or None if the host checks every step."""
-        run, device = self.run, self.run.world.device
+        run = self.run
+        device = self.run.world.device
         if run.config.on_non_finite == "stop" and device.type == "cuda" and not run.scaler:
             run.non_finite = (
                 new_non_finite_flag(device) if run.non_finite is None else run.non_finite
