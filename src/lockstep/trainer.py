@@ -70,7 +70,7 @@ WAIT_FOR_OTHERS_S = 10.0
 
 @dataclass
 class Votes:
-    """What a rank contributes to the vote before a step. The largest value of each field counts."""
+    """A rank's vote before a step. The largest value of each field over all ranks counts."""
 
     stop_code: int
     """The exit code to stop with, or 0."""

@@ -110,7 +110,7 @@ class CheckpointStore:
         """The fingerprint of the damaged checkpoint that the current save may replace."""
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step is, or would be."""
+        """Return the folder of a step's checkpoint, which may not exist."""
         return self.folder / f"step_{step:08d}"
 
     def save(

@@ -122,7 +122,7 @@ def check_same_samples(
 def _compare_with_first(
     first: Mapping[str, Any], own: Mapping[str, Any], dataset: Any
 ) -> tuple[int, str]:
-    """Return how many entries, samples or names were compared, and how they differ."""
+    """Return the number of compared entries, samples or names, and their differences."""
     if "entries" in first and "entries" in own:
         return len(own["entries"]), differences(first, own, dataset)
     held = "samples" if "samples" in first and "samples" in own else "names"

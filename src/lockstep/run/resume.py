@@ -198,7 +198,7 @@ def describe_micro_batches(
 
 
 def _normalised(checkpoint: Checkpoint, plan: BatchPlan, model: nn.Module) -> tuple[int, int]:
-    """Return how many samples batch normalisation saw at a time, and sees now."""
+    """Return the number of samples that batch normalisation sees at a time, before and now."""
     if not has_batch_norm(model):
         return 0, 0
     was = _stored_contract(checkpoint).plan
