@@ -631,7 +631,7 @@ class CheckpointStore:
                 raise CheckpointError(
                     f"cannot save step {step} in {self.folder}: {error} "
                     f"({needed}{_free_bytes(self.folder)} free)",
-                    "free disk space or use another folder; earlier checkpoints are unchanged",
+                    "make room or use another folder; earlier checkpoints are unchanged",
                 ) from error
 
     def _of_this_recipe(self, checkpoint: Checkpoint) -> Checkpoint:
