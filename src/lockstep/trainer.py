@@ -69,7 +69,7 @@ WAIT_FOR_OTHERS_S = 10.0
 
 @dataclass
 class Votes:
-    """What a rank contributes to the vote before a step. The largest value of each field counts."""
+    """A rank's vote before a step. The largest value of each field over all ranks counts."""
 
     stop_code: int
     """The exit code to stop with, or 0."""
@@ -102,7 +102,8 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack, callbacks)
         trainer = Trainer(run, signals, stack)
-        plan, total_steps = run.loader.plan, run.loader.total_steps
+        plan = run.loader.plan
+        total_steps = run.loader.total_steps
         schedule = build_schedule(run.config.schedule, plan.steps_per_epoch, total_steps)
         for batch in trainer.steps():
             run.set_rate(schedule(batch.step))
@@ -120,7 +121,7 @@ class Trainer:
     Args:
         run: From `prepare`.
         signals: Already entered.
-        stack: Closes what the trainer opens.
+        stack: Closes the trainer's files and threads.
         extra_lines: Lines for the first rank to print with the banner before the first step.
     """
 
@@ -175,7 +176,8 @@ class Trainer:
             Exception: raised by the task in an evaluation, on that rank; the others raise an
                 OtherRankError. Finished steps are saved first, except with a sharded model.
         """
-        run, progress = self.run, self.run.progress
+        run = self.run
+        progress = self.run.progress
         self._call("on_run_start")
         if not self._evaluate_late():
             return
@@ -265,7 +267,8 @@ class Trainer:
 
     def record_step(self, report: StepReport, batch: StepBatch) -> None:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
-        run, before = self.run, self.run.progress.consumed
+        run = self.run
+        before = self.run.progress.consumed
         self.buffers.end_step()
         if self.report is None:
             self._check_first_step(report)
@@ -350,7 +353,9 @@ class Trainer:
 
     def _log_evaluate_save(self) -> None:
         """Log, end the epoch, evaluate and save, each if due. Collective."""
-        run, config, progress = self.run, self.run.config, self.run.progress
+        run = self.run
+        config = self.run.config
+        progress = self.run.progress
         at_end = progress.step == run.loader.total_steps
         if at_end or progress.step % config.log_every == 0:
             self._check_finite()
@@ -383,7 +388,8 @@ class Trainer:
     def _agree(self, upcoming: object) -> int:
         """Return the exit code to stop with, or 0; raise on all ranks if one has an error."""
         problem = upcoming if isinstance(upcoming, Exception) else self._callback_error
-        run, world = self.run, self.run.world
+        run = self.run
+        world = self.run.world
         votes = Votes(
             stop_code=self.signals.exit_code,
             has_failed=problem is not None,
@@ -429,7 +435,8 @@ class Trainer:
         self.events.write("trained_parameters", self.run.progress.step, message=changes)
 
     def _is_due(self, when: Cadence) -> bool:
-        progress, per_epoch = self.run.progress, self.run.contract.plan.samples_per_epoch
+        progress = self.run.progress
+        per_epoch = self.run.contract.plan.samples_per_epoch
         epochs = Fraction(progress.consumed, per_epoch) if when.every_epochs else None
         return when.is_due(progress.step, epochs, Fraction(self._num_new, per_epoch))
 
@@ -488,7 +495,8 @@ class Trainer:
 
         The signal thread calls this, so it only reads numbers.
         """
-        step, saved = self.run.progress.step, self.saver.committed_step
+        step = self.run.progress.step
+        saved = self.saver.committed_step
         if self.has_finished or step == saved:
             return ""
         if saved is None:

@@ -331,7 +331,7 @@ def test_slow_reading_is_called_the_limit(
         ("scaling --gpus 1,two -- python x.py", "--gpus 1,two is not a list of numbers"),
         ("scaling --gpus 0,2 -- python x.py", "--gpus 0,2 is not a list of numbers"),
         ("scaling -- no_such_program x.py", "no_such_program cannot be started: No such file"),
-        (f"step -- {sys.executable} no_such.py", "the command did not get through (as typed: "),
+        (f"step -- {sys.executable} no_such.py", "the command failed (as typed: "),
         (f"scaling -- {sys.executable} -c pass", "the command ended before it could be measured"),
         (
             "scaling --interconnect nvlnk4 -- x",

@@ -266,7 +266,7 @@ def test_a_loop_of_ones_own_may_average_in_its_own_way(tmp_path: Path) -> None:
     [
         ({"exact": True, "gradients": {"exchange_in": "bf16"}}, "exact fixes how gradients"),
         ({"exact": True, "gradients": {"bucket_mb": 1}}, "exact fixes how gradients"),
-        ({"parallel": "fsdp", "gradients": {"exchange_in": "fp16"}}, "what fp16 can hold"),
+        ({"parallel": "fsdp", "gradients": {"exchange_in": "fp16"}}, "does not scale gradients for fp16"),
         ({"parallel": "fsdp", "gradients": {"bucket_mb": 1}}, "blocks, not buckets"),
         ({"gradients": {"exchange_in": "int8"}}, "gradients.exchange_in='int8'"),
     ],

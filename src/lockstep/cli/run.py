@@ -53,7 +53,7 @@ def count_nodes(nodes: int | None, head: str) -> int:
     if nodes is None and head:
         raise ConfigError(
             f"--head {shown(head)} names node 0, and --nodes is missing: how many nodes are there?",
-            "pass --nodes 2, or leave out --head on one machine",
+            "pass --nodes 2, or omit --head on one machine",
         )
     return 1 if nodes is None else nodes
 

@@ -209,7 +209,8 @@ class Averaging:
 
         The result must be the same on every rank. Collective.
         """
-        world, dtype = self.world, self.dtype
+        world = self.world
+        dtype = self.dtype
         if dtype in (None, grads.dtype):
             return world.all_sum_later(grads.div_(world.size)).then(lambda done: done.value()[0])
         scale = _fp16_scale(grads, world) if dtype == torch.float16 else grads.new_ones(1)

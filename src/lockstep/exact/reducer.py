@@ -156,7 +156,8 @@ class Bucket:
     @classmethod
     def of(cls, grads: GradBucket) -> "Bucket":
         """Read the argument of a communication hook, which has complex numbers as pairs."""
-        buffer, trained = grads.buffer(), grads.parameters()
+        buffer = grads.buffer()
+        trained = grads.parameters()
         offsets = [view.storage_offset() - buffer.storage_offset() for view in grads.gradients()]
         places = [(p, (p.shape, _strides(p), k)) for p, k in zip(trained, offsets, strict=True)]
         return cls(buffer.view(trained[0].dtype), places)

@@ -161,7 +161,8 @@ class Run:
         )
         parts = snapshot(self.parts(), self.world.is_first)
         if self.world.is_first:
-            plan, loader = self.contract.plan, self.loader
+            plan = self.contract.plan
+            loader = self.loader
             consumed = loader.consumed_before(step)
             epoch, into = divmod(consumed, plan.samples_per_epoch)
             ledger = Ledger.of_epoch(loader.order, plan, epoch, into)
@@ -248,7 +249,8 @@ class Run:
             )
         together(self.world, lambda: self._check_optimized(began))
         check_same_optimizer(unwrap(self.model), self.optimizer, self.world)
-        pending, groups = self.pending_optimizer, self.optimizer.param_groups
+        pending = self.pending_optimizer
+        groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         self.base_rates += rates[len(self.base_rates) :]
         if pending and len(groups) == len(pending["param_groups"]):
@@ -316,7 +318,7 @@ class Run:
             if not self.config.accept_changes:
                 changes = describe_changes(*differences(at_start, now))
                 raise ConfigError(
-                    f"this model does not train what the checkpoint's did: {changes}",
+                    f"this model does not train the checkpoint's parameters: {changes}",
                     "train the same parameters, or pass accept_changes=true",
                 )
             return
