@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.certify.certificate import Certificate
 from lockstep.certify.runs import certify_command
-from lockstep.cli.run import read_counts
+from lockstep.cli.words import read_counts
 from lockstep.errors import ConfigError
 from lockstep.harness.command import ending_on_signals
 from lockstep.plan import count_ranks
