@@ -8,7 +8,7 @@ checkpoint holds (the global random generators, buffers outside `state_dict`, at
 and of modules).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -131,34 +131,33 @@ def _cause(first: Difference, hints: list[Difference], context: Context) -> tupl
         return "optimizer", "; losses, gradients and rates were the same until then"
     if first.stage == "loss" and any(hint.stage == "rows" for hint in hints):
         return "augmentation", "; the same samples look different"
-    volatile = [name for hint in hints if hint.stage == "volatile" for name in hint.names]
+    volatile = _names_of(hint for hint in hints if hint.stage == "volatile")
     if volatile and first.stage != "inputs":
         return "buffers", f"; {_differ(volatile)} and {_be(volatile)} not in state_dict()"
     if first.stage in ("inputs", "outputs", "loss"):
         return _cause_of_pass(first, hints, context)
     own, _ = _attributes(hints)
-    suspect = _unsaved(own) if own else ""
-    return (KERNELS if context == "twice" else name), suspect
+    return (KERNELS if context == "twice" else name), _unsaved(own)
 
 
 def _cause_of_pass(first: Difference, hints: list[Difference], context: Context) -> tuple[str, str]:
     """Do the same for a difference in the model's inputs or outputs, or in the loss."""
-    states = {name for hint in hints if hint.stage == "random" for name in hint.names}
+    states = _names_of(hint for hint in hints if hint.stage == "random")
     if states:
         return "RNG", f"; the state of {_list(sorted(states))}'s global generator differs"
     own, generators = _attributes(hints)
     if generators:
         return "RNG", f"; the state of {_list(generators)} differs, and is not saved"
-    suspect = _unsaved(own) if own else ""
+    suspect = _unsaved(own)
     if context == "twice":
-        built = [n for hint in hints if _is_initial(hint) for n in hint.names]
+        built = _names_of(filter(_is_initial, hints))
         if built:
             return INITIALISATION, f"; {_differ(built)} from the start"
         return ("RNG" if first.stage == "inputs" else KERNELS), suspect
     modules = [name for name in own if name.startswith("model.")]
     if modules and first.stage == "outputs":
         return "buffers", suspect
-    lost = [n for hint in hints if hint.stage == "task" and hint.at_start for n in hint.names]
+    lost = _names_of(hint for hint in hints if hint.stage == "task" and hint.at_start)
     if lost and context == "resume":
         return TASK_STATE, f"; {_list(lost)} of the task {_be(lost, past=True)} not restored"
     task = [name for name in own if name.startswith("task.")]
@@ -176,12 +175,17 @@ def _cause_of_pass(first: Difference, hints: list[Difference], context: Context)
     return NAMES[first.stage], suspect
 
 
+def _names_of(hints: Iterable[Difference]) -> list[str]:
+    """Return the names of hints, each once."""
+    return list(dict.fromkeys(name for hint in hints for name in hint.names))
+
+
 def _is_initial(hint: Difference) -> bool:
     return hint.stage in ("attributes", "task") and hint.at_start and hint.step == 0
 
 
 def _unsaved(names: list[str]) -> str:
-    return f"; {_differ(names)}, and {_be(names)} not saved"
+    return f"; {_differ(names)}, and {_be(names)} not saved" if names else ""
 
 
 def _is_weighting(first: Difference) -> bool:
