@@ -81,7 +81,7 @@ class WithoutEvaluation(TinyTask):
 
 def checkpoints_of(folder: Path) -> dict[int, dict[str, str]]:
     """Return a hash of each part of each checkpoint."""
-    store = CheckpointStore(folder / "checkpoints")
+    store = CheckpointStore(folder / "checkpoints", recipe="tiny")
     found = {}
     for step in store.steps():
         checkpoint = store.open(store.path(step))
@@ -149,3 +149,5 @@ def test_a_step_that_is_taken_again_is_recorded_once(tmp_path: Path) -> None:
     steps = [record for record in map(json.loads, lines) if record["event"] == "step"]
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert [len(record["gradients"]) for record in steps] == [2, 4, 4]
+    own = {"task.num_samples", "task.num_held_out", "task.dropout"}
+    assert {n for n in steps[0]["state"]["attributes"] if not n.startswith("model.")} == own
