@@ -220,8 +220,6 @@ def test_the_recipe_guard_tells_run_time_from_import() -> None:
 REMAINING_CYCLES = {
     "lockstep.bench.part",
     "lockstep.bench.probe",
-    "lockstep.cli.bench",
-    "lockstep.cli.certify",
     "lockstep.cli.doctor",
     "lockstep.cli.entry",
     "lockstep.cli.main",
@@ -302,7 +300,6 @@ SETTINGS = {
 STILL_REPLACE = {
     "lockstep/bench/part.py",
     "lockstep/bench/probe.py",
-    "lockstep/certify/part.py",
     "lockstep/cli/stage.py",
     "lockstep/data/workers.py",
     "lockstep/doctor/probe.py",

@@ -23,11 +23,9 @@ VERBS = re.compile(
 
 REWRITTEN_LATER = (
     "lockstep/bench/",
-    "lockstep/certify/",
     "lockstep/doctor/",
     "lockstep/launch/",
     "lockstep/cli/bench.py",
-    "lockstep/cli/certify.py",
     "lockstep/cli/doctor.py",
     "lockstep/cli/rehearse.py",
     "lockstep/cli/stage.py",

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.certify.part import only_within_a_run
 from lockstep.cli.stage import OnImport
 from lockstep.dist import position
 from lockstep.errors import ConfigError
@@ -39,6 +38,21 @@ class BenchPart:
 def set_up(folder: str) -> None:
     """Have the parts of lockstep play along as soon as this process imports them."""
     sys.meta_path.insert(0, OnImport(Actor(Path(folder)).scenes))
+
+
+def only_within_a_run(module: ModuleType, is_in_run: Callable[[], bool], why: str) -> None:
+    """Have `train_step` refuse a loop around it alone, which would train for real, to its end."""
+    train_step = module.train_step
+
+    def within_a_run(*args: Any, **named: Any) -> Any:
+        if not is_in_run():
+            raise ConfigError(
+                f"a loop around train_step alone {why}",
+                "write the loop with prepare and a Trainer, as docs/own_loop.md shows",
+            )
+        return train_step(*args, **named)
+
+    module.train_step = within_a_run  # type: ignore[attr-defined]
 
 
 class Actor:

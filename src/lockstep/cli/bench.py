@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.run import read_counts
-from lockstep.cli.words import AS_TYPED, Limit, Words
+from lockstep.cli.words import AS_TYPED, Limit, Words, read_counts
 from lockstep.text_input import whole_number
 
 if TYPE_CHECKING:

@@ -6,11 +6,9 @@ import pkgutil
 from collections.abc import Sequence
 
 from lockstep.cli.entry import quick_to_interrupt
+from lockstep.cli.words import MAX_PROCESSES
 from lockstep.errors import ConfigError, closest, plain, shown
 from lockstep.text_input import whole_number
-
-MAX_PROCESSES = 1024
-"""Per machine: starting more would exhaust it."""
 
 
 def recipe_names() -> list[str]:
@@ -75,19 +73,3 @@ def count_processes(gpus: str) -> int:
             "pass --gpus 2, or --gpus all",
         )
     return number
-
-
-def read_counts(gpus: str) -> list[int]:
-    """Return the numbers of processes in `--gpus 1,2,4`, unique and sorted.
-
-    >>> read_counts("4,1,2")
-    [1, 2, 4]
-    """
-    counts = {whole_number(word.strip(), most=MAX_PROCESSES) for word in gpus.split(",")}
-    numbers = sorted(count for count in counts if count)
-    if len(numbers) < len(counts):
-        raise ConfigError(
-            f"--gpus {plain(gpus)} is not a list of numbers from 1 to {MAX_PROCESSES:,}",
-            "pass --gpus 1,2,4",
-        )
-    return numbers
