@@ -297,6 +297,7 @@ SETTINGS = {
     "sys.excepthook",
     "compiler.optimize_ddp",
     "compiler.triton.cudagraphs",
+    "worker._worker_info",
 }
 # The list may only get shorter.
 STILL_REPLACE = {
@@ -304,7 +305,6 @@ STILL_REPLACE = {
     "lockstep/bench/probe.py",
     "lockstep/certify/part.py",
     "lockstep/cli/stage.py",
-    "lockstep/data/workers.py",
     "lockstep/doctor/probe.py",
     "lockstep/launch/local.py",
     "lockstep/launch/worker.py",

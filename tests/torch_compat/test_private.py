@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker
 
 from lockstep.dist.batch_norm import SyncBatchNorm2d
 from lockstep.errors import ConfigError
@@ -34,7 +36,6 @@ STILL_USE = {
     "lockstep/bench/kernels.py",
     "lockstep/bench/operations.py",
     "lockstep/bench/probe.py",
-    "lockstep/data/workers.py",
     "lockstep/launch/agent.py",
     "lockstep/launch/local.py",
     "lockstep/launch/stopping.py",
@@ -181,6 +182,9 @@ def test_names_that_something_replaces_may_be_missing(monkeypatch: pytest.Monkey
     assert private.without_gradient(plain) == []
     private.check_batch_norm_input(nn.Linear(1, 1), torch.zeros(1))
     monkeypatch.setattr(torch, "_inductor", plain)
+    monkeypatch.delattr(worker, "WorkerInfo")
+    private.set_worker_info(1, 4, 7, "data")
+    assert get_worker_info() is None
     assert private.known_options({"triton.cudagraphs": True}) == {}
     assert private.base_of(nn.Linear, nn.Conv2d) == (nn.Linear, nn.Conv2d)
 
@@ -248,6 +252,13 @@ def test_a_compiled_module_is_found_again() -> None:
     assert not private.is_compiled(module)
     module.compile()
     assert private.is_compiled(module)
+
+
+def test_a_data_set_can_ask_which_worker_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_worker_info", None)
+    private.set_worker_info(1, 4, 7, "data")
+    info: Any = get_worker_info()
+    assert (info.id, info.num_workers, info.seed, info.dataset) == (1, 4, 7, "data")
 
 
 def test_the_compilers_settings_are_read_and_set() -> None:

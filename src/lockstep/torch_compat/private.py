@@ -193,6 +193,23 @@ def overflow_flags(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     return list(flags(optimizer).values())
 
 
+# --- Data loading ----------------------------------------------------------------------------
+
+
+def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
+    """Have `torch.utils.data.get_worker_info` describe this process, a loader worker of ours.
+
+    Only torch's own loader can say this publicly. If this torch keeps it elsewhere, a data set is
+    told what it is told in the training process: that there is no worker.
+    """
+    from torch.utils.data._utils import worker
+
+    if hasattr(worker, "WorkerInfo") and hasattr(worker, "_worker_info"):
+        worker._worker_info = worker.WorkerInfo(
+            id=number, num_workers=num_workers, seed=seed, dataset=dataset
+        )
+
+
 # --- Compiler --------------------------------------------------------------------------------
 
 
