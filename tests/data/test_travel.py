@@ -31,6 +31,7 @@ def travelled(value: Any, ends: Ends) -> Any:
 IMAGE = torch.rand(3, 4, 5)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -57,7 +58,6 @@ def test_a_tensor_of_any_kind_arrives_in_its_layout(tensor: Tensor, ends: Ends) 
     assert found[0].layout == tensor.layout
     if tensor.layout is torch.strided:
         assert found[0].stride() == tensor.stride()
-        assert found[0].is_conj() == tensor.is_conj()
     assert torch.equal(found[0].to_dense().cfloat(), tensor.detach().to_dense().cfloat())
 
 

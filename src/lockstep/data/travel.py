@@ -80,6 +80,7 @@ class _Pickler(ForkingPickler):
             return NotImplemented
         if value.is_shared() and value.nbytes >= LARGE_BYTES:
             return NotImplemented
+        value = value.resolve_conj().resolve_neg()
         steps = zip(value.shape, value.stride(), strict=True)
         length = 1 + sum((size - 1) * stride for size, stride in steps)
         elements = value.as_strided((length,), (1,))  # with the gaps, if a view has some
@@ -89,9 +90,9 @@ class _Pickler(ForkingPickler):
 
 def _is_plain(tensor: Tensor) -> bool:
     """Say whether a tensor is no more than its numbers and their layout, in this memory."""
-    is_special = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    is_special = tensor.is_quantized or tensor.requires_grad
     is_in_memory = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return is_in_memory and tensor.numel() > 0 and not (is_special or tensor.requires_grad)
+    return is_in_memory and tensor.numel() > 0 and not is_special
 
 
 def _tensor_in(

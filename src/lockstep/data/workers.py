@@ -137,7 +137,7 @@ class WorkerPool:
             problem = f"{num_workers} loader workers cannot be started: {error}"
             remedy = "lower loader.num_workers, or allow more open files (ulimit -n)"
             raise DataError(problem, remedy) from error
-        for _ in range(num_workers * prefetch):
+        for _ in range(num_workers * prefetch + 1):  # one is received while another is in use
             self._send_request()
         self._receiver.start()
 
