@@ -306,8 +306,6 @@ STILL_REPLACE = {
     "lockstep/certify/part.py",
     "lockstep/cli/stage.py",
     "lockstep/doctor/probe.py",
-    "lockstep/launch/local.py",
-    "lockstep/launch/worker.py",
 }
 
 

@@ -5,6 +5,8 @@ Where a torch lacks one, either something else does the same, or a sentence says
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,10 +38,7 @@ STILL_USE = {
     "lockstep/bench/kernels.py",
     "lockstep/bench/operations.py",
     "lockstep/bench/probe.py",
-    "lockstep/launch/agent.py",
-    "lockstep/launch/local.py",
     "lockstep/launch/stopping.py",
-    "lockstep/launch/worker.py",
 }
 
 
@@ -156,6 +155,10 @@ class OptimizedModule(nn.Module):
         (lambda: private.check_reducer(SimpleNamespace(reducer=1)), "reducer._rebuild_buckets"),  # type: ignore[arg-type]
         (lambda: private.overflow_flags(object(), None), "_found_inf_per_device"),  # type: ignore[arg-type]
         (lambda: private.uncompiled(OptimizedModule()), "_orig_mod"),
+        (lambda: private.started_processes(SimpleNamespace()), "_pcontext"),
+        (lambda: private.started_processes(SimpleNamespace(_pcontext=1)), "_pc.processes"),
+        (lambda: private.num_restarts_left(SimpleNamespace()), "_remaining_restarts"),
+        (lambda: private.rule_out_restarts(SimpleNamespace()), "_remaining_restarts"),
     ],
 )
 def test_without_a_name_that_nothing_replaces_nothing_is_done(use: Any, name: str) -> None:
@@ -259,6 +262,13 @@ def test_a_data_set_can_ask_which_worker_it_is_in(monkeypatch: pytest.MonkeyPatc
     private.set_worker_info(1, 4, 7, "data")
     info: Any = get_worker_info()
     assert (info.id, info.num_workers, info.seed, info.dataset) == (1, 4, 7, "data")
+
+
+def test_what_a_script_registered_runs_at_the_end_of_a_forked_rank() -> None:
+    code = "import atexit, os; from lockstep.torch_compat import private; atexit.register(print, 7)"
+    code += "; private.run_exit_functions(); print(end='', flush=True); os._exit(0)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "7\n"
 
 
 def test_the_compilers_settings_are_read_and_set() -> None:

@@ -1,13 +1,15 @@
-"""Private names of torch, and public ones that not every version has.
+"""Private names of torch and Python, and public ones that not every version has.
 
 Owns: every such name, and what happens if the torch in use does not have it: the slower way, or
 an error that says the name and the version. Does not own: the words of torch's errors
 (`error_texts.py`). `docs/versions.md` lists the names, and on which versions the tests ran.
 """
 
+import atexit
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -208,6 +210,32 @@ def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> N
         worker._worker_info = worker.WorkerInfo(
             id=number, num_workers=num_workers, seed=seed, dataset=dataset
         )
+
+
+# --- Processes -------------------------------------------------------------------------------
+
+
+def started_processes(agent: Any) -> tuple[list[Any], list[Path]]:
+    """Return the processes of an elastic agent's ranks, and the folder of each, by local rank."""
+    context = needed(agent, "_pcontext", "to watch the ranks of a launch")
+    processes = needed(context, "_pc.processes", "to watch the ranks of a launch")
+    return processes, [Path(file).parent for _, file in sorted(context.error_files.items())]
+
+
+def num_restarts_left(agent: Any) -> int:
+    """Return how often an elastic agent may start its ranks again."""
+    return int(needed(agent, "_remaining_restarts", "to start ranks again"))
+
+
+def rule_out_restarts(agent: Any) -> None:
+    """Have an elastic agent not start its ranks again, whatever it was told before."""
+    if num_restarts_left(agent):
+        agent._remaining_restarts = 0
+
+
+def run_exit_functions() -> None:
+    """Run what was registered with `atexit`: Python leaves it out in a forked process."""
+    needed(atexit, "_run_exitfuncs", "to run exit functions in forked ranks")()
 
 
 # --- Compiler --------------------------------------------------------------------------------
