@@ -295,16 +295,14 @@ SETTINGS = {
     "sys.excepthook",
     "compiler.optimize_ddp",
     "compiler.triton.cudagraphs",
+    "worker._worker_info",
 }
 # The list may only get shorter.
 STILL_REPLACE = {
     "lockstep/bench/part.py",
     "lockstep/bench/probe.py",
     "lockstep/cli/stage.py",
-    "lockstep/data/workers.py",
     "lockstep/doctor/probe.py",
-    "lockstep/launch/local.py",
-    "lockstep/launch/worker.py",
 }
 
 

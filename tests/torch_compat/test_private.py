@@ -5,6 +5,8 @@ Where a torch lacks one, either something else does the same, or a sentence says
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker
 
 from lockstep.dist.batch_norm import SyncBatchNorm2d
 from lockstep.errors import ConfigError
@@ -34,11 +38,7 @@ STILL_USE = {
     "lockstep/bench/kernels.py",
     "lockstep/bench/operations.py",
     "lockstep/bench/probe.py",
-    "lockstep/data/workers.py",
-    "lockstep/launch/agent.py",
-    "lockstep/launch/local.py",
     "lockstep/launch/stopping.py",
-    "lockstep/launch/worker.py",
 }
 
 
@@ -155,6 +155,10 @@ class OptimizedModule(nn.Module):
         (lambda: private.check_reducer(SimpleNamespace(reducer=1)), "reducer._rebuild_buckets"),  # type: ignore[arg-type]
         (lambda: private.overflow_flags(object(), None), "_found_inf_per_device"),  # type: ignore[arg-type]
         (lambda: private.uncompiled(OptimizedModule()), "_orig_mod"),
+        (lambda: private.started_processes(SimpleNamespace()), "_pcontext"),
+        (lambda: private.started_processes(SimpleNamespace(_pcontext=1)), "_pc.processes"),
+        (lambda: private.num_restarts_left(SimpleNamespace()), "_remaining_restarts"),
+        (lambda: private.rule_out_restarts(SimpleNamespace()), "_remaining_restarts"),
     ],
 )
 def test_without_a_name_that_nothing_replaces_nothing_is_done(use: Any, name: str) -> None:
@@ -181,6 +185,9 @@ def test_names_that_something_replaces_may_be_missing(monkeypatch: pytest.Monkey
     assert private.without_gradient(plain) == []
     private.check_batch_norm_input(nn.Linear(1, 1), torch.zeros(1))
     monkeypatch.setattr(torch, "_inductor", plain)
+    monkeypatch.delattr(worker, "WorkerInfo")
+    private.set_worker_info(1, 4, 7, "data")
+    assert get_worker_info() is None
     assert private.known_options({"triton.cudagraphs": True}) == {}
     assert private.base_of(nn.Linear, nn.Conv2d) == (nn.Linear, nn.Conv2d)
 
@@ -248,6 +255,20 @@ def test_a_compiled_module_is_found_again() -> None:
     assert not private.is_compiled(module)
     module.compile()
     assert private.is_compiled(module)
+
+
+def test_a_data_set_can_ask_which_worker_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_worker_info", None)
+    private.set_worker_info(1, 4, 7, "data")
+    info: Any = get_worker_info()
+    assert (info.id, info.num_workers, info.seed, info.dataset) == (1, 4, 7, "data")
+
+
+def test_what_a_script_registered_runs_at_the_end_of_a_forked_rank() -> None:
+    code = "import atexit, os; from lockstep.torch_compat import private; atexit.register(print, 7)"
+    code += "; private.run_exit_functions(); print(end='', flush=True); os._exit(0)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "7\n"
 
 
 def test_the_compilers_settings_are_read_and_set() -> None:

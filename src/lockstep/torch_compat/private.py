@@ -1,13 +1,15 @@
-"""Private names of torch, and public ones that not every version has.
+"""Private names of torch and Python, and public ones that not every version has.
 
 Owns: every such name, and what happens if the torch in use does not have it: the slower way, or
 an error that says the name and the version. Does not own: the words of torch's errors
 (`error_texts.py`). `docs/versions.md` lists the names, and on which versions the tests ran.
 """
 
+import atexit
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -191,6 +193,49 @@ def overflow_flags(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     """Return the flags, one on each device, by which a scaler skips a step that overflowed."""
     flags = needed(scaler, "_found_inf_per_device", "to skip a step in fp16: train in bf16 or fp32")
     return list(flags(optimizer).values())
+
+
+# --- Data loading ----------------------------------------------------------------------------
+
+
+def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
+    """Have `torch.utils.data.get_worker_info` describe this process, a loader worker of ours.
+
+    Only torch's own loader can say this publicly. If this torch keeps it elsewhere, a data set is
+    told what it is told in the training process: that there is no worker.
+    """
+    from torch.utils.data._utils import worker
+
+    if hasattr(worker, "WorkerInfo") and hasattr(worker, "_worker_info"):
+        worker._worker_info = worker.WorkerInfo(
+            id=number, num_workers=num_workers, seed=seed, dataset=dataset
+        )
+
+
+# --- Processes -------------------------------------------------------------------------------
+
+
+def started_processes(agent: Any) -> tuple[list[Any], list[Path]]:
+    """Return the processes of an elastic agent's ranks, and the folder of each, by local rank."""
+    context = needed(agent, "_pcontext", "to watch the ranks of a launch")
+    processes = needed(context, "_pc.processes", "to watch the ranks of a launch")
+    return processes, [Path(file).parent for _, file in sorted(context.error_files.items())]
+
+
+def num_restarts_left(agent: Any) -> int:
+    """Return how often an elastic agent may start its ranks again."""
+    return int(needed(agent, "_remaining_restarts", "to start ranks again"))
+
+
+def rule_out_restarts(agent: Any) -> None:
+    """Have an elastic agent not start its ranks again, whatever it was told before."""
+    if num_restarts_left(agent):
+        agent._remaining_restarts = 0
+
+
+def run_exit_functions() -> None:
+    """Run what was registered with `atexit`: Python leaves it out in a forked process."""
+    needed(atexit, "_run_exitfuncs", "to run exit functions in forked ranks")()
 
 
 # --- Compiler --------------------------------------------------------------------------------
