@@ -34,7 +34,7 @@ class Collectives:
         """Called before each collective, while it is set."""
         self.phase = Phases()
         self.num_collectives = 0
-        """How many this rank has taken part in, but for gradients that DDP and FSDP exchange."""
+        """How many this rank has taken part in, without gradients that DDP and FSDP exchange."""
         self.custom_loop: Any = None
         """The `CustomLoop` whose callbacks are to be called, outside of a run."""
         self.is_in_run = False
@@ -102,9 +102,9 @@ class Collectives:
         lengths[self.rank] = length
         return self.all_sum(lengths).tolist()
 
-    def _announce(self) -> None:
+    def _announce(self, is_counted: bool = True) -> None:
         """Count a collective and call `before_collective`; those inside it are not announced."""
-        self.num_collectives += 1
+        self.num_collectives += is_counted
         announce, self.before_collective = self.before_collective, None
         if announce is not None:
             try:
@@ -131,8 +131,11 @@ class Collectives:
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def all_sum_later(self, value: Tensor) -> torch.futures.Future[Any]:
-        """Start summing `value` over ranks, in place. Collective."""
-        self._announce()
+        """Start summing `value` over ranks, in place. Collective.
+
+        Gradients travel this way, so `num_collectives` leaves it out.
+        """
+        self._announce(is_counted=False)
         return dist.all_reduce(value, async_op=True).get_future()  # type: ignore[no-any-return]
 
     def exchange(
