@@ -149,7 +149,7 @@ class Cables(BenchRuns):
 
     prefix = f"lkf{os.getpid()}"
 
-    def prefix(self, rank: int) -> list[str]:
+    def words_before(self, rank: int) -> list[str]:
         """Start a rank in its namespace."""
         return ["ip", "netns", "exec", f"{self.prefix}-{rank}"]
 

@@ -22,11 +22,9 @@ VERBS = re.compile(
 """First words of a remedy. "did" is for "did you mean --gpus?"."""
 
 REWRITTEN_LATER = (
-    "lockstep/bench/",
     "lockstep/certify/",
     "lockstep/doctor/",
     "lockstep/launch/",
-    "lockstep/cli/bench.py",
     "lockstep/cli/certify.py",
     "lockstep/cli/doctor.py",
     "lockstep/cli/rehearse.py",

@@ -31,9 +31,6 @@ FILES = sorted(SRC.rglob("*.py"))
 PYTHONS_OWN = {"_exit", "_replace", "_fields", "_asdict", "_option_string_actions"}
 # The list may only get shorter.
 STILL_USE = {
-    "lockstep/bench/kernels.py",
-    "lockstep/bench/operations.py",
-    "lockstep/bench/probe.py",
     "lockstep/data/workers.py",
     "lockstep/launch/agent.py",
     "lockstep/launch/local.py",

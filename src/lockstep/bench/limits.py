@@ -64,7 +64,7 @@ def matmul_limit(
 
 def copy_limit(device: torch.device, synchronize: Callable[[], None]) -> float:
     """Return the bytes per second that a large copy moves, reads and writes added up."""
-    # Written once: the kernel gives memory only to what was written.
+    # Filled with ones: the kernel allocates pages only when they are written.
     source = torch.ones(COPY_BYTES // 4, device=device)
     target = torch.ones_like(source)
     return 2 * COPY_BYTES / fastest(lambda: target.copy_(source), synchronize)

@@ -86,9 +86,7 @@ class Probe:
         remarks: What a reader of the figures must know; they go into the file.
     """
 
-    def __init__(
-        self, run: Run, settings: BenchSettings, folder: Path, remarks: list[str]
-    ) -> None:
+    def __init__(self, run: Run, settings: BenchSettings, folder: Path, remarks: list[str]) -> None:
         self.run = run
         self.settings = settings
         self.folder = folder
@@ -214,7 +212,7 @@ class Probe:
         self._write({"event": "exchanges"})
         figures |= self._exchange_figures()
         self._write({"event": "input"})
-        figures["input_samples_per_s"] = self._input_samples_per_s()
+        figures["input_samples_per_s"] = input_samples_per_s(self.run, self.clock)
         self._write({"event": "measured", **self._facts(), **figures, "remarks": self.remarks})
         self.run.world.barrier()
 
@@ -297,24 +295,24 @@ class Probe:
         ready_s = max(self.ready_s.get(names[id(p)], 0.0) for p in parameters)
         return sum(p.numel() * (dtype or p.dtype).itemsize for p in parameters), ready_s
 
-    def _input_samples_per_s(self) -> float:
-        """Return how fast the loader reads when nothing else runs."""
-        run = self.run
-        num_ahead = run.config.loader.num_workers * run.config.loader.prefetch
-        run.world.barrier()
-        num_samples = 0
-        opened = began = time.perf_counter()
-        for num_steps, batch in enumerate(run.loader, start=1):
-            if num_steps <= 1 + num_ahead:  # these were read before the clock started
-                began = time.perf_counter()
-                continue
-            num_samples += sum(len(micro.ids) for micro in batch.micro_batches if micro.counts)
-            if num_steps >= INPUT_STEPS + num_ahead or time.perf_counter() - opened > INPUT_S:
-                break
-        self.clock.synchronize()
-        seconds = time.perf_counter() - began
-        return num_samples / seconds if num_samples else 0.0
-
     def _write(self, values: dict[str, Any]) -> None:
         with (self.folder / f"rank_{self.run.world.rank}.jsonl").open("a") as file:
             file.write(json.dumps(values) + "\n")
+
+
+def input_samples_per_s(run: Run, clock: Clock) -> float:
+    """Return how fast the loader of this rank reads when nothing else runs. Collective."""
+    num_ahead = run.config.loader.num_workers * run.config.loader.prefetch
+    run.world.barrier()
+    num_samples = 0
+    opened = began = time.perf_counter()
+    for num_steps, batch in enumerate(run.loader, start=1):
+        if num_steps <= 1 + num_ahead:  # these were read before the clock started
+            began = time.perf_counter()
+            continue
+        num_samples += sum(len(micro.ids) for micro in batch.micro_batches if micro.counts)
+        if num_steps >= INPUT_STEPS + num_ahead or time.perf_counter() - opened > INPUT_S:
+            break
+    clock.synchronize()
+    seconds = time.perf_counter() - began
+    return num_samples / seconds if num_samples else 0.0

@@ -91,13 +91,13 @@ class CommandRuns:
             return [RunningCommand(self.words, env, folder / "output.txt")]
         port, commands = free_port(), []
         for rank in range(ranks):
-            words = [*self.prefix(rank), *self.words]
+            words = [*self.words_before(rank), *self.words]
             own = self.variables(rank, ranks, port)
             commands.append(RunningCommand(words, env | own, folder / f"output_{rank}.txt"))
         return commands
 
-    def prefix(self, rank: int) -> list[str]:
-        """Return the words before the command of one rank; a subclass may start it elsewhere."""
+    def words_before(self, rank: int) -> list[str]:
+        """Return what stands before the command of one rank; a subclass may start it elsewhere."""
         return []
 
     def variables(self, rank: int, ranks: int, port: int) -> dict[str, str]:

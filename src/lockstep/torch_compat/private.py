@@ -163,9 +163,10 @@ def send_zeros(model: DistributedDataParallel, num_sent: int) -> None:
 
 def assign_buckets(parameters: list[Tensor], limits_bytes: list[int]) -> list[list[int]]:
     """Return the indices of the parameters in each bucket that DDP would make of them, in order."""
-    path = "_compute_bucket_assignment_by_size"
-    assign = needed(torch.distributed, path, "to forecast how gradients travel")
-    buckets, _ = assign(parameters, limits_bytes, [False] * len(parameters), [*range(len(parameters))])
+    path = "distributed._compute_bucket_assignment_by_size"
+    assign = needed(torch, path, "to forecast how gradients travel")
+    num = len(parameters)
+    buckets, _ = assign(parameters, limits_bytes, [False] * num, list(range(num)))
     return [list(indices) for indices in buckets]
 
 
