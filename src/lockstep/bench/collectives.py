@@ -62,10 +62,11 @@ def choose_ranks(asked: int) -> int:
     if ranks < 2:
         raise ConfigError(f"--gpus {ranks}: an all-reduce needs 2 processes", "pass --gpus 2")
     if 0 < num_gpus < ranks:
-        cpus = "set CUDA_VISIBLE_DEVICES= to measure between processes on CPUs"
         raise ConfigError(
             f"--gpus {ranks}: this machine has {num_gpus}",
-            f"pass --gpus {num_gpus}, or fewer" if num_gpus > 1 else cpus,
+            f"pass --gpus {num_gpus}, or fewer"
+            if num_gpus > 1
+            else "set CUDA_VISIBLE_DEVICES= to measure between processes on CPUs",
         )
     return ranks
 
