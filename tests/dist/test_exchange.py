@@ -69,6 +69,19 @@ def test_a_bad_number_stays_one(bad: float) -> None:
             assert not torch.isfinite(torch.tensor(result)[1])
 
 
+def collectives_of_an_exchange() -> tuple[int, int]:
+    with World.enter("cpu", timeout_s=20) as world:
+        before = world.num_collectives
+        Averaging(world).average(torch.ones(3)).wait()
+        exchanged = world.num_collectives - before
+        world.all_sum(torch.ones(3))
+        return exchanged, world.num_collectives - before - exchanged
+
+
+def test_gradients_are_not_counted_among_the_collectives() -> None:
+    assert run_ranks(2, collectives_of_an_exchange) == [(0, 1)] * 2
+
+
 # --- Whole runs ---------------------------------------------------------------------------------
 
 
