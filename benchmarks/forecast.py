@@ -232,7 +232,7 @@ def score(args: argparse.Namespace, folder: Path) -> tuple[Timeline, list[dict[s
         print(line_of(new), flush=True)
 
     heads = ("link", "ranks", "predicted ms", "measured ms", "gradients kept local, ms", "off")
-    print(f"| {' | '.join(heads)} | off, if nothing overlapped |\n{'|---' * 7}|")
+    print(f"| {' | '.join(heads)} | off without overlap |\n{'|---' * 7}|")
     for ranks in args.ranks:
         latency_s = measure_collectives(ranks).link.latency_s
         for rate in RATES_MBIT:
