@@ -22,13 +22,8 @@ VERBS = re.compile(
 """First words of a remedy. "did" is for "did you mean --gpus?"."""
 
 REWRITTEN_LATER = (
-    "lockstep/bench/",
-    "lockstep/doctor/",
-    "lockstep/launch/",
-    "lockstep/cli/bench.py",
     "lockstep/cli/doctor.py",
     "lockstep/cli/rehearse.py",
-    "lockstep/cli/stage.py",
 )
 """Places whose remedies are still nouns. This list may only get shorter."""
 

@@ -78,6 +78,8 @@ class Votes:
     has_new_buffers: bool
     wants_to_stop: bool
     """Whether a callback asked the run to stop."""
+    stops_unsaved: bool
+    """Whether it asked to stop without a last checkpoint."""
     save_has_failed: bool
     save_is_busy: bool
 
@@ -143,6 +145,8 @@ class Trainer:
         """The exit code of the signal that ended the steps early."""
         self.stop_reason = ""
         """Why a callback ended the steps early."""
+        self.stops_unsaved = False
+        """Whether that callback asked for no last checkpoint."""
         self.has_finished = False
         """Whether everything is saved and nothing is left to do."""
         self._callback_error: Exception | None = None
@@ -301,7 +305,9 @@ class Trainer:
             self.events.write("compiled", run.progress.step, local_seconds=seconds)
 
     def finish(self) -> RunResult:
-        """Save the last steps, and report how the run ended. Collective.
+        """Save the last steps, unless a callback asked not to, and report how the run ended.
+
+        Collective.
 
         Raises:
             CheckpointError: on all ranks, if the save failed.
@@ -310,7 +316,7 @@ class Trainer:
         try:
             self.saver.finish_save()
             self.saver.is_last = True
-            if self.saver.saved_step != step:
+            if self.saver.saved_step != step and not self.stops_unsaved:
                 self._save()
             self.saver.finish_save()
         except CheckpointError as error:
@@ -396,6 +402,7 @@ class Trainer:
             trained_changed=run.trained.have_changed,
             has_new_buffers=self.buffers.has_news,
             wants_to_stop=bool(run.stop_reason),
+            stops_unsaved=run.stops_unsaved,
             save_has_failed=self.saver.writer.has_failed,
             save_is_busy=self.saver.writer.is_busy,
         ).of_all_ranks(world)
@@ -408,6 +415,7 @@ class Trainer:
             self._announce_checkpoint()
         if votes.wants_to_stop:  # all ranks take the first reason given
             self.stop_reason = next(text for text in world.all_texts(run.stop_reason) if text)
+            self.stops_unsaved = bool(votes.stops_unsaved)
         if votes.has_failed:
             self._save_and_raise(problem)
         if votes.trained_changed:

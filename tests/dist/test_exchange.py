@@ -69,6 +69,19 @@ def test_a_bad_number_stays_one(bad: float) -> None:
             assert not torch.isfinite(torch.tensor(result)[1])
 
 
+def collectives_of_an_exchange() -> tuple[int, int]:
+    with World.enter("cpu", timeout_s=20) as world:
+        before = world.num_collectives
+        Averaging(world).average(torch.ones(3)).wait()
+        exchanged = world.num_collectives - before
+        world.all_sum(torch.ones(3))
+        return exchanged, world.num_collectives - before - exchanged
+
+
+def test_gradients_are_not_counted_among_the_collectives() -> None:
+    assert run_ranks(2, collectives_of_an_exchange) == [(0, 1)] * 2
+
+
 # --- Whole runs ---------------------------------------------------------------------------------
 
 
@@ -266,7 +279,10 @@ def test_a_loop_of_ones_own_may_average_in_its_own_way(tmp_path: Path) -> None:
     [
         ({"exact": True, "gradients": {"exchange_in": "bf16"}}, "exact fixes how gradients"),
         ({"exact": True, "gradients": {"bucket_mb": 1}}, "exact fixes how gradients"),
-        ({"parallel": "fsdp", "gradients": {"exchange_in": "fp16"}}, "does not scale gradients for fp16"),
+        (
+            {"parallel": "fsdp", "gradients": {"exchange_in": "fp16"}},
+            "does not scale gradients for fp16",
+        ),
         ({"parallel": "fsdp", "gradients": {"bucket_mb": 1}}, "blocks, not buckets"),
         ({"gradients": {"exchange_in": "int8"}}, "gradients.exchange_in='int8'"),
     ],

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.dist.batch_norm import SyncBatchNorm2d
 from lockstep.errors import ConfigError
@@ -35,9 +37,6 @@ FILES = sorted(SRC.rglob("*.py"))
 PYTHONS_OWN = {"_exit", "_replace", "_fields", "_asdict", "_option_string_actions"}
 # The list may only get shorter.
 STILL_USE = {
-    "lockstep/bench/kernels.py",
-    "lockstep/bench/operations.py",
-    "lockstep/bench/probe.py",
     "lockstep/launch/stopping.py",
 }
 
@@ -178,6 +177,26 @@ def test_a_compiler_without_its_setting_is_refused(
         use()
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "use"),
+    [
+        (
+            torch.distributed,
+            "_compute_bucket_assignment_by_size",
+            lambda: private.assign_buckets([torch.ones(1)], [1]),
+        ),
+        (torch.autograd, "DeviceType", lambda: private.ran_on_gpu(SimpleNamespace())),
+        (FlopCounterMode, "_count_flops", lambda: private.operation_counter({}, print)),
+    ],
+)
+def test_a_measurement_without_its_name_is_refused(
+    owner: Any, name: str, use: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ConfigError, match=rf"has no .*\b{name}, which lockstep needs"):
+        use()
+
+
 def test_names_that_something_replaces_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     plain: Any = SimpleNamespace()
     assert not private.reads_flag(plain)
@@ -190,6 +209,7 @@ def test_names_that_something_replaces_may_be_missing(monkeypatch: pytest.Monkey
     assert get_worker_info() is None
     assert private.known_options({"triton.cudagraphs": True}) == {}
     assert private.base_of(nn.Linear, nn.Conv2d) == (nn.Linear, nn.Conv2d)
+    assert private.aten_operator("_of_another_torch") is None
 
 
 # --- Each name does what it is used for -------------------------------------------------------
@@ -327,3 +347,47 @@ def leave_a_parameter_out() -> tuple[list[int], list[int], int]:
 
 def test_a_replica_names_what_has_no_gradient_and_sends_zeros() -> None:
     assert run_ranks(2, leave_a_parameter_out) == [([1], [], 1)] * 2
+
+
+def bucket_sizes() -> tuple[list[int], list[int]]:
+    """Return the sizes of the buckets of a replica after two passes, and of the forecast."""
+    torch.distributed.init_process_group("gloo")
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(9)))
+    replica = DistributedDataParallel(model, bucket_cap_mb=1)
+    for _ in range(2):  # the second forward pass rebuilds buckets in the order of gradients
+        replica(torch.ones(1, 256)).sum().backward()
+    replica(torch.ones(1, 256))
+    real = [bucket.buffer().numel() for bucket in private.zero_buckets(replica)]
+    torch.distributed.destroy_process_group()
+    backward: list[Tensor] = list(model.parameters())[::-1]
+    forecast = private.assign_buckets(backward, [1 << 20])
+    return real, [sum(backward[index].numel() for index in bucket) for bucket in forecast]
+
+
+def test_buckets_are_forecast_as_a_replica_has_them() -> None:
+    (real, forecast), _ = run_ranks(2, bucket_sizes)
+    assert real == forecast
+    assert len(real) == 3
+
+
+def test_operators_of_a_profile_did_not_run_on_a_gpu() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        torch.ones(2).add(1)
+    events: Any = trace.events()  # type: ignore[no-untyped-call]
+    assert events
+    assert not any(private.ran_on_gpu(event) for event in events)
+    assert private.ran_on_gpu(SimpleNamespace(device_type=torch.autograd.DeviceType.CUDA))
+
+
+def test_operations_are_counted_and_those_without_a_formula_named() -> None:
+    names: list[str] = []
+    with private.operation_counter({}, names.append) as counter:
+        torch.ones(2, 3).mm(torch.ones(3, 4)).exp()
+    assert counter.get_total_flops() == 2 * 2 * 3 * 4
+    assert "aten.exp" in names
+    assert "aten.mm" not in names
+
+
+def test_the_attention_of_a_cpu_has_its_operators() -> None:
+    for name in (private.ATTENTION_ON_CPU, f"{private.ATTENTION_ON_CPU}_backward"):
+        assert private.aten_operator(name) is getattr(torch.ops.aten, name)

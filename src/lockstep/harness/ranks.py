@@ -10,6 +10,8 @@ import socket
 from collections import deque
 from pathlib import Path
 
+from lockstep.text_input import whole_number
+
 NUM_HELD = 64
 """The number of its last ports that a process reserves."""
 _held: deque[int] = deque()
@@ -30,6 +32,12 @@ def rank_variables(
     if threads is not None:
         values["OMP_NUM_THREADS"] = threads
     return {name: str(value) for name, value in values.items()}
+
+
+def threads_of_each(num_ranks: int) -> int:
+    """Return the CPU threads of each of so many ranks: OMP_NUM_THREADS, or a share of the cores."""
+    given = whole_number(os.environ.get("OMP_NUM_THREADS", ""))
+    return given or max(1, (os.cpu_count() or 1) // num_ranks)
 
 
 def free_port() -> int:

@@ -93,10 +93,18 @@ class CommandRuns:
         port = free_port()
         commands = []
         for rank in range(ranks):
-            own = rank_variables(rank, ranks, port, threads=self.threads)
-            output = folder / f"output_{rank}.txt"
-            commands.append(RunningCommand(self.words, env | own, output))
+            words = [*self.words_before(rank), *self.words]
+            own = self.variables(rank, ranks, port)
+            commands.append(RunningCommand(words, env | own, folder / f"output_{rank}.txt"))
         return commands
+
+    def words_before(self, rank: int) -> list[str]:
+        """Return what stands before the command of one rank; a subclass may start it elsewhere."""
+        return []
+
+    def variables(self, rank: int, ranks: int, port: int) -> dict[str, str]:
+        """Return the environment of one rank of a group on this machine."""
+        return rank_variables(rank, ranks, port, threads=self.threads)
 
     def _follow(
         self, commands: Sequence[RunningCommand], folder: Path, may_be_killed: bool = False

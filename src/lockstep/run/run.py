@@ -89,6 +89,8 @@ class Run:
     """Sum and number of the values that callbacks logged on this rank since the last log line."""
     stop_reason: str = ""
     """Why a callback of this rank asked the run to stop."""
+    stops_unsaved: bool = False
+    """Whether it asked to stop without a last checkpoint."""
     uses_task_loss: bool = False
     """Whether the trainer has taken a step with the task's own loss."""
     non_finite: Tensor | None = None
@@ -119,9 +121,10 @@ class Run:
         total, num = self.logged.get(name, (0.0, 0))
         self.logged[name] = (total + number, num + 1)
 
-    def stop(self, reason: str) -> None:
-        """Ask for a clean stop after this step: saved, on all ranks, with exit code 0."""
+    def stop(self, reason: str, *, save: bool = True) -> None:
+        """Ask for a clean stop after this step, on all ranks, with exit code 0; saved, or not."""
         self.stop_reason = reason or "a callback asked for it"
+        self.stops_unsaved = not save
 
     def parts(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, by name."""

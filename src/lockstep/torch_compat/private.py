@@ -78,6 +78,15 @@ def num_writes(tensor: Tensor) -> int:
     return tensor._version
 
 
+def aten_operator(name: str) -> Any:
+    """Return an operator of torch's library, or None: not every build has every one."""
+    return getattr(torch.ops.aten, name, None)
+
+
+ATTENTION_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+"""The operator of torch's fused attention on a CPU; its backward pass has `_backward` after it."""
+
+
 # --- Modules ---------------------------------------------------------------------------------
 
 
@@ -152,6 +161,15 @@ def send_zeros(model: DistributedDataParallel, num_sent: int) -> None:
         model.reducer._rebuild_buckets()  # part of the second step's forward pass
     for bucket in zero_buckets(model)[num_sent:]:
         model.reducer._run_comm_hook(bucket).wait()
+
+
+def assign_buckets(parameters: list[Tensor], limits_bytes: list[int]) -> list[list[int]]:
+    """Return the indices of the parameters in each bucket that DDP would make of them, in order."""
+    path = "distributed._compute_bucket_assignment_by_size"
+    assign = needed(torch, path, "to forecast how gradients travel")
+    num = len(parameters)
+    buckets, _ = assign(parameters, limits_bytes, [False] * num, list(range(num)))
+    return [list(indices) for indices in buckets]
 
 
 def without_gradient(model: DistributedDataParallel) -> list[int]:
@@ -271,3 +289,39 @@ def known_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return those options of `torch.compile` that this torch knows; none if it does not tell."""
     listed = getattr(torch._inductor, "list_options", list)
     return {name: value for name, value in options.items() if name in listed()}
+
+
+# --- Profiler and counter of operations ------------------------------------------------------
+
+
+def ran_on_gpu(event: Any) -> bool:
+    """Say whether an event of torch's profiler is from the GPU's own timeline.
+
+    Raises:
+        ConfigError: this torch does not tell.
+    """
+    kinds = needed(torch.autograd, "DeviceType", "to tell kernels from what the host does")
+    return bool(event.device_type == kinds.CUDA)
+
+
+def operation_counter(formulas: dict[Any, Any], note_uncounted: Callable[[str], None]) -> Any:
+    """Return torch's `FlopCounterMode`, which then also names the operators it has no formula for.
+
+    Args:
+        formulas: More formulas, by operator.
+        note_uncounted: Called with the name of each operator that has none.
+
+    Raises:
+        ConfigError: this torch has no place to look at every operator.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    needed(FlopCounterMode, "_count_flops", "to name operators that are not counted")
+
+    class Counter(FlopCounterMode):
+        def _count_flops(self, operator: Any, out: Any, args: Any, kwargs: Any) -> Any:
+            if operator not in self.flop_registry:
+                note_uncounted(str(operator))
+            return super()._count_flops(operator, out, args, kwargs)  # type: ignore[no-untyped-call]
+
+    return Counter(display=False, custom_mapping=formulas)
