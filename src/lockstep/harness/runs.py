@@ -31,6 +31,8 @@ class CommandRuns:
         limit_s: How long a run may go without a sign of life.
         tell: Is told of each run that ended well, and its seconds.
         threads: What each of several ranks computes with; sums depend on it.
+        base: The variables to start from; by default those of this process.
+        work_folder: Where the command runs; by default where this process does.
     """
 
     def __init__(
@@ -42,12 +44,16 @@ class CommandRuns:
         limit_s: float,
         tell: Callable[[str, float], None] = lambda name, seconds: None,
         threads: int | None = None,
+        base: Mapping[str, str] | None = None,
+        work_folder: Path | None = None,
     ) -> None:
         self.words = list(words)
         self.folder = folder
         self.attach = attach
         self.limit_s = limit_s
         self.tell = tell
+        self.base = base
+        self.work_folder = work_folder
         given = int(os.environ.get("OMP_NUM_THREADS", "1"))
         self.threads = given if threads is None else threads
 
@@ -87,13 +93,14 @@ class CommandRuns:
     def start(self, folder: Path, ranks: int) -> list[RunningCommand]:
         """Start the command as it was typed, or as so many ranks of one group."""
         env = dict(self.attach(folder))
+        place: dict[str, Any] = {"base": self.base, "work_folder": self.work_folder}
         if not ranks:
-            return [RunningCommand(self.words, env, folder / "output.txt")]
+            return [RunningCommand(self.words, env, folder / "output.txt", **place)]
         port, commands = free_port(), []
         for rank in range(ranks):
             own = rank_variables(rank, ranks, port, threads=self.threads)
             output = folder / f"output_{rank}.txt"
-            commands.append(RunningCommand(self.words, env | own, output))
+            commands.append(RunningCommand(self.words, env | own, output, **place))
         return commands
 
     def _follow(
