@@ -188,7 +188,7 @@ try_job(command, os.environ, 150).write(Path("found.json"))
 def test_a_disk_too_small_for_the_checkpoints(without_gpu: Examination, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     (tmp_path / "train.py").write_text(BIG)
-    shell = f'mount -t tmpfs -o size=3m none {tmp_path}/small && exec "$@"'
+    shell = f'mount -t tmpfs -o size=3m,mode=755 none {tmp_path}/small && exec "$@"'
     words = ["unshare", "-m", "sh", "-c", shell, "sh", sys.executable, "-c", TRY]
     subprocess.run(words, cwd=tmp_path, check=True, timeout=200)
     results = verdicts(replace(without_gpu, found=Findings.read(tmp_path / "found.json")))
@@ -433,7 +433,7 @@ def test_a_loop_of_its_own_is_looked_into_as_far_as_its_first_step(
     assert red(results) == set()
     assert "641 of 641 parameters" in named(results, "step").evidence
     assert named(results, "memory").status == "ok"
-    assert "a loop of its own" in named(results, "data").evidence
+    assert "a custom loop" in named(results, "data").evidence
     assert [path.name for path in tmp_path.iterdir()] == ["loop.py"]
 
 
@@ -444,7 +444,7 @@ def test_a_loop_around_prepare_under_accelerate_is_looked_into_whole(
     shutil.copytree(Path(__file__).parents[2] / "recipes" / "ctclip", tmp_path / "ctclip")
     script = ("train.py", "--config", "configs/base_config.yaml")
     command = Command("accelerate", script, 2, port=None, folder=tmp_path / "ctclip")
-    found = look_into(command, {**os.environ, "LOCKSTEP_REHEARSAL": "1"}, 100)
+    found = try_job(command, {**os.environ, "LOCKSTEP_REHEARSAL": "1"}, 100)
     assert found.problems == {}
     assert (found.task, found.passed[-1], found.samples_read) == ("ctclip", "save", 2)
     results = verdicts(replace(without_gpu, command=command, found=found))

@@ -153,7 +153,9 @@ class DoctorCallback(Callback):
         if error is not None and error is not outer:
             if phase == "build model" and isinstance(error, CheckpointError):
                 name = "resume"  # it is restored there
-            self.fail("data" if phase == "find checkpoint" and is_about_data(error) else name, error)
+            self.fail(
+                "data" if phase == "find checkpoint" and is_about_data(error) else name, error
+            )
             leave_process(1)
         if phase in ("build data", "build model"):
             self.end(name)
@@ -225,7 +227,10 @@ class DoctorCallback(Callback):
             os.rename(scratch / "written", scratch / "renamed")
             flush_folder(scratch)
         except OSError as error:
-            raise DataError(f"cannot save in {base}: {error.strerror}", "") from error
+            raise DataError(
+                f"cannot save in {base}: {error.strerror}",
+                "use a folder you may write to (output_dir, save_dir)",
+            ) from error
         return str(scratch)
 
     def _find_checkpoint(self) -> None:
@@ -362,7 +367,8 @@ class DoctorCallback(Callback):
             leaf = leaves_of(plan, 0, rank)[0]
             read = reader[replace(leaf, stop=leaf.start + 1)]
             if read.error is not None:
-                raise DataError(f"rank {rank}: {read.error[0]}", read.error[1])
+                problem, remedy = read.error
+                raise DataError(f"rank {rank}: {problem}", remedy)
             self.found.samples_read += 1
 
     def count(self, model: nn.Module) -> None:

@@ -44,7 +44,9 @@ def _unfinished(name: str, phase: str, found: Findings) -> Result | None:
     if found.timed_out_s:
         if found.phase != phase:
             return skip(name, f"not reached in {found.timed_out_s:.0f} s")
-        return fail(name, f"{PHASE_NOUNS[phase]} took longer than {found.timed_out_s:.0f} s", LONGER)
+        return fail(
+            name, f"{PHASE_NOUNS[phase]} took longer than {found.timed_out_s:.0f} s", LONGER
+        )
     return skip(name, "not checked")
 
 
@@ -276,12 +278,12 @@ def loader_speed(found: Findings, num_processes: int, num_cores: int | None = No
         f"{workers} workers read a step in {seconds_text(found.read_s)}{crowd}, "
         f"a step takes {seconds_text(found.step_s)}"
     )
-    more = f"set num_workers={min(8, max(1, cores // max(1, num_processes)))}, or make samples cheaper to read"
+    fix = f"set num_workers={min(8, max(1, cores // max(1, num_processes)))}, or make samples cheaper to read"
     slows = read > found.step_s or (not workers and read > 0.2 * found.step_s)
     if slows and read > found.step_s:
-        return warn(name, f"{says}: reading limits", more)
+        return warn(name, f"{says}: reading limits", fix)
     if slows:
-        return warn(name, f"{says}: without workers they take turns", more)
+        return warn(name, f"{says}: without workers they take turns", fix)
     return ok(name, f"{says}: the step limits")
 
 
