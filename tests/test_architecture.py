@@ -220,17 +220,6 @@ def test_the_recipe_guard_tells_run_time_from_import() -> None:
 REMAINING_CYCLES = {
     "lockstep.bench.part",
     "lockstep.bench.probe",
-    "lockstep.cli.bench",
-    "lockstep.cli.certify",
-    "lockstep.cli.doctor",
-    "lockstep.cli.entry",
-    "lockstep.cli.main",
-    "lockstep.cli.run",
-    "lockstep.doctor.checks",
-    "lockstep.doctor.command",
-    "lockstep.doctor.grace",
-    "lockstep.doctor.job",
-    "lockstep.doctor.network",
 }
 
 
@@ -305,7 +294,6 @@ STILL_REPLACE = {
     "lockstep/certify/part.py",
     "lockstep/cli/stage.py",
     "lockstep/data/workers.py",
-    "lockstep/doctor/probe.py",
     "lockstep/launch/local.py",
     "lockstep/launch/worker.py",
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import config_in, try_task, named, needs_mount, red, yellow
+from doubles import config_in, named, needs_mount, red, try_task, yellow
 from torch import Tensor, nn
 
 from lockstep.checkpoint import FolderLock

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Sequence
 
-from lockstep.cli.entry import quick_to_interrupt
+from lockstep.cli.interrupt import quick_to_interrupt
 from lockstep.errors import ConfigError, closest, plain, shown
 from lockstep.launch.recipes import recipe_names
 from lockstep.text_input import whole_number

@@ -123,8 +123,10 @@ class DoctorCallback(Callback):
         found = self.found
         found.phase = phase
         found.failed_at = time.time()
-        is_ours = isinstance(error, LockstepError)
-        found.problems[phase] = [error.problem, error.remedy] if is_ours else [one_line(error), ""]
+        said = one_line(error), ""
+        if isinstance(error, LockstepError):
+            said = error.problem, error.remedy
+        found.problems[phase] = [*said]
         found.write(self.file)
 
     def check(self, phase: str, action: Callable[[], None]) -> None:
@@ -261,7 +263,7 @@ class DoctorCallback(Callback):
         are accepted here: whether the job may make them is checked against its own settings.
         """
         config = self.config
-        batch = {"batch_size": plan.leaf_size, "drop_last": config.batch.drop_last}
+        batch: dict[str, Any] = {"batch_size": plan.leaf_size, "drop_last": config.batch.drop_last}
         first_step = 0
         saved = self.checkpoint
         if saved is not None and self._has_room_for(saved):

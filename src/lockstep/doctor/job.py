@@ -278,7 +278,8 @@ def loader_speed(found: Findings, num_processes: int, num_cores: int | None = No
         f"{workers} workers read a step in {seconds_text(found.read_s)}{crowd}, "
         f"a step takes {seconds_text(found.step_s)}"
     )
-    fix = f"set num_workers={min(8, max(1, cores // max(1, num_processes)))}, or make samples cheaper to read"
+    enough = min(8, max(1, cores // max(1, num_processes)))
+    fix = f"set num_workers={enough}, or make samples cheaper to read"
     slows = read > found.step_s or (not workers and read > 0.2 * found.step_s)
     if slows and read > found.step_s:
         return warn(name, f"{says}: reading limits", fix)
@@ -335,7 +336,7 @@ def sinks(
         return skip(name, "neither TensorBoard nor W&B is asked for")
     missing = [n for n in wanted if not find(n)]
     if missing:
-        fix = f"run pip install {' '.join(missing)}; without it the run trains, but logs nothing there"
+        fix = f"run pip install {' '.join(missing)}; the run also works without"
         return warn(name, f"asked for, not installed: {', '.join(missing)}", fix)
     offline = env.get("WANDB_MODE") in ("offline", "disabled")
     has_key = "WANDB_API_KEY" in env or (Path(env.get("HOME", "/")) / ".netrc").exists()

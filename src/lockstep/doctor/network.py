@@ -166,7 +166,10 @@ def sum_over_ranks(facts: Mapping[str, Any], earlier: Sequence[Result] = ()) -> 
         return skip(name, "not tried without torch")
     total = facts.get("sum")
     if total is None:
-        fix = "set NCCL_DEBUG=INFO to see where, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to use another interface"
+        fix = (
+            "set NCCL_DEBUG=INFO to see where it fails; set GLOO_SOCKET_IFNAME or "
+            "NCCL_SOCKET_IFNAME to use another interface"
+        )
         return fail(name, f"no sum came back: {facts.get('sum_error', 'no answer in time')}", fix)
     rate = total["num_bytes"] / total["seconds"]
     says = (
