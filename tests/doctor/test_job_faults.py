@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,21 @@ def test_a_checkpoint_that_is_not_there(judge: Any, tmp_path: Path) -> None:
     assert "checkpoint_epoch_10.pt" in named(results, "resume").evidence
 
 
+class Wider(TinyTask):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 9), super().build_model())
+
+
+def test_a_checkpoint_of_another_model(judge: Any, tmp_path: Path) -> None:
+    fit(TinyTask(), config_in(tmp_path, max_steps=2))
+    before = sorted(path.name for path in (tmp_path / "out").rglob("*"))
+    assert red(judge(TinyTask())) == set()
+    results = judge(Wider())
+    assert red(results) == {"resume"}
+    assert "step_00000002" in named(results, "resume").evidence
+    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == before
+
+
 # --- Folder, room, save -----------------------------------------------------------
 
 
@@ -255,6 +271,85 @@ def test_less_memory_than_a_step_needs(without_gpu: Examination, healthy: Examin
     assert red(verdicts(replace(healthy, found=on_gpu))) == set()
     larger = replace(on_gpu, memory_bytes=11 * 2**30)
     assert red(verdicts(replace(healthy, found=larger))) == {"memory"}
+
+
+# --- Ranks that share more than gradients ---------------------------------------------
+
+
+FSDP = """
+import sys, torch
+from lockstep import RunConfig, fit
+from lockstep.testing import TinyTask
+
+class Large(TinyTask):
+    def build_model(self):
+        sizes = (5, 500), (500, 1000), (1000, 3)
+        model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes)).double()
+        if sys.argv[1] == "mixed":
+            model[1].bias.data = model[1].bias.data.float()
+        return model
+
+fit(Large(), RunConfig.parse(
+    {"epochs": 3, "output_dir": "out", "parallel": sys.argv[2], "batch": {"batch_size": 4}}
+))
+"""
+
+
+def try_large(tmp_path: Path, *words: str) -> tuple[Command, Findings]:
+    (tmp_path / "train.py").write_text(FSDP)
+    command = Command("torchrun", ("train.py", *words), 2, folder=tmp_path)
+    return command, try_job(command, os.environ, 150)
+
+
+@pytest.mark.timeout(300)
+def test_an_fsdp_job_is_judged_by_its_shards(without_gpu: Examination, tmp_path: Path) -> None:
+    command, whole = try_large(tmp_path, "plain", "ddp")
+    command, found = try_large(tmp_path, "plain", "fsdp")
+    assert (whole.num_ranks, found.num_ranks) == (1, 2)
+    assert found.passed[-1] == "save"
+    assert found.num_parameters == whole.num_parameters
+    assert 0.5 <= found.state_bytes / whole.state_bytes < 0.51
+    assert 0.9 < found.checkpoint_bytes / whole.checkpoint_bytes < 1.1
+
+    # What is free is enough for two shards, and not for the whole state twice.
+    found = replace(found, memory_bytes=found.state_bytes, free_memory_bytes=20 * 2**20)
+    whole = replace(whole, memory_bytes=whole.state_bytes, free_memory_bytes=20 * 2**20)
+    examination = replace(without_gpu, command=command)
+    assert red(verdicts(replace(examination, found=found))) == set()
+    assert red(verdicts(replace(examination, found=whole))) == {"memory"}
+
+    # Twice as many ranks hold half as much each.
+    four = replace(command, num_nodes=2)
+    says = named(verdicts(replace(examination, command=four, found=found)), "memory").evidence
+    assert "a shard of 1/4, estimated from 2 ranks" in says
+
+
+@pytest.mark.timeout(300)
+def test_a_model_that_cannot_be_sharded(without_gpu: Examination, tmp_path: Path) -> None:
+    command, found = try_large(tmp_path, "mixed", "fsdp")
+    results = verdicts(replace(without_gpu, command=command, found=found))
+    assert red(results) == {"step"}
+    assert "uniform original parameter dtype" in named(results, "step").evidence
+    assert named(results, "output folder").status == "ok"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_batch_normalisation_over_all_ranks_needs_them(tmp_path: Path) -> None:
+    config = config_in(tmp_path, sync_batch_norm=True)
+    assert try_task(TinyTask(), config, tmp_path).needs_group
+    found = try_task(TinyTask(), config, tmp_path, num_ranks=2)
+    assert (found.num_ranks, found.passed[-1]) == (2, "save")
+    assert not try_task(TinyTask(), config, tmp_path, world_size=1).needs_group
+
+
+def test_the_first_rank_that_failed_is_believed() -> None:
+    lost = Findings(phase="step", failed_at=2.0, problems={"step": ["lost connection", ""]})
+    lost = replace(lost, passed=["folder"], scratch="x", memory_bytes=1)
+    cause = Findings(phase="loader", failed_at=1.0, problems={"loader": ["ragged", ""]})
+    merged = Findings.merged([lost, replace(cause, memory_bytes=2)])
+    assert merged.problems == {"loader": ["ragged", ""]}
+    assert (merged.phase, merged.passed, merged.scratch) == ("loader", ["folder"], "x")
+    assert merged.memory_bytes == 2
 
 
 class SlowSamples(TinyTask):
@@ -410,7 +505,7 @@ time.sleep(600)
 
 
 @pytest.mark.timeout(240)
-def test_a_look_ends_after_its_seconds_and_leaves_no_process(
+def test_a_trial_ends_after_its_seconds_and_leaves_no_process(
     without_gpu: Examination, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(SLOW)
@@ -422,11 +517,14 @@ def test_a_look_ends_after_its_seconds_and_leaves_no_process(
 
 
 @pytest.mark.timeout(240)
-def test_a_loop_of_its_own_is_looked_into_as_far_as_its_first_step(
+def test_a_custom_loop_ends_in_its_first_step_before_it_can_save(
     without_gpu: Examination, tmp_path: Path
 ) -> None:
     example = Path(__file__).parents[2] / "examples" / "five_lines.py"
-    (tmp_path / "loop.py").write_text(example.read_text())
+    saves = "finally:\n    open('saved', 'w')\n"
+    (tmp_path / "loop.py").write_text(
+        f"try:\n{textwrap.indent(example.read_text(), '    ')}\n{saves}"
+    )
     command = Command("python", ("loop.py",), folder=tmp_path)
     found = try_job(command, os.environ, 100)
     results = verdicts(replace(without_gpu, command=command, found=found))
@@ -438,7 +536,7 @@ def test_a_loop_of_its_own_is_looked_into_as_far_as_its_first_step(
 
 
 @pytest.mark.timeout(240)
-def test_a_loop_around_prepare_under_accelerate_is_looked_into_whole(
+def test_a_loop_around_prepare_under_accelerate_is_tried_whole(
     without_gpu: Examination, tmp_path: Path
 ) -> None:
     shutil.copytree(Path(__file__).parents[2] / "recipes" / "ctclip", tmp_path / "ctclip")

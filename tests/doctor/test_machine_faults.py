@@ -151,7 +151,7 @@ def test_a_source_tree_that_is_not_installed(
     told = uninstalled()
     assert told.status == "warn"
     assert told.evidence.endswith(f"; lockstep is not installed, but used from {tmp_path / 'tree'}")
-    assert told.fix == "pip install -e ."
+    assert told.fix == "run pip install -e ."
 
     list(tmp_path.glob("packages/safetensors-*.dist-info"))[0].unlink()
     list(tmp_path.glob("packages/wandb-*.dist-info"))[0].unlink()
@@ -176,7 +176,7 @@ def test_a_source_tree_without_its_list_of_packages(
 def test_too_few_open_files(in_child: Callable[..., list[Result]]) -> None:
     results = in_child("ulimit -n 100")
     assert red(results) == {"open files"}
-    assert named(results, "open files").fix == "ulimit -n 65536"
+    assert named(results, "open files").fix == "run ulimit -n 65536"
     assert red(in_child("ulimit -n 20000")) == set()
 
 

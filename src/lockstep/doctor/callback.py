@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -32,10 +32,10 @@ from lockstep.data.loader import STREAM_LENGTH, Loader
 from lockstep.data.order import leaves_of, num_leaves_of
 from lockstep.data.reader import build_reader, is_stream
 from lockstep.dist.batch_norm import padded_step, refuse_padding
-from lockstep.dist.collectives import Collectives
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.environment import launched_rank, leave_process, tool_folder
 from lockstep.dist.fsdp import is_sharded, local_rows
+from lockstep.dist.world import World
 from lockstep.doctor.findings import Findings, findings_file
 from lockstep.errors import CheckpointError, DataError, LockstepError
 from lockstep.harness.attach import read_settings
@@ -65,6 +65,8 @@ MEASURE_S = 3.0
 WARM_UP_S = 30.0
 """A first step longer than this is counted, although it includes the warm-up."""
 MAX_STEPS = 20
+OTHERS_S = 10.0
+"""How long a rank waits for the others before it ends."""
 FAR_AWAY = 10**6
 """Steps until the end of a trial, which is stopped long before: nothing is due at its end."""
 CUSTOM_LOOP = "a custom loop: only its first step was checked"
@@ -87,6 +89,7 @@ PHASE_NAMES: dict[Phase, str] = {
 class DoctorCallback(Callback):
     """One rank's trial of a job."""
 
+    world: World
     task: Task
     config: RunConfig
     """The job's own settings, not those of the trial."""
@@ -166,10 +169,11 @@ class DoctorCallback(Callback):
 
     # --- The settings of the trial -----------------------------------------------
 
-    def configure(self, task: Task, config: RunConfig, world: Collectives) -> RunConfig:
+    def configure(self, task: Task, config: RunConfig, world: Any) -> RunConfig:
         """Check the job's folder and checkpoint; return settings for a few steps elsewhere."""
         found = self.found
         self.task = task
+        self.world = world
         self.config = config
         found.task = task.name
         found.config = json.loads(config.model_dump_json())
@@ -187,7 +191,8 @@ class DoctorCallback(Callback):
         scratch = ""
         if world.is_first:
             scratch = self._check_folder()
-        found.scratch = world.all_texts(scratch)[0]
+        shared = world.all_texts(json.dumps([scratch, found.free_disk_bytes]))[0]
+        found.scratch, found.free_disk_bytes = json.loads(shared)
         if found.scratch:
             self.check("resume", self._find_checkpoint)
         plan: list[BatchPlan] = []
@@ -453,12 +458,16 @@ class DoctorCallback(Callback):
         """End the process before a save that would fill the disk."""
         found = self.found
         if found.scratch and found.checkpoint_bytes > found.free_disk_bytes:
-            self.end("save")
-            leave_process(0)
+            self._leave()
 
     def on_run_end(self, run: RunView, result: Any) -> None:
         """End the process: nothing of the script runs after a trial."""
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        """End the process once all ranks are here: none may still be exchanging anything."""
         self.end("save")
+        self.world.all_reach("the end of the trial", OTHERS_S)
         leave_process(0)
 
 
