@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.dist.batch_norm import SyncBatchNorm2d

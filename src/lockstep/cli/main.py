@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.bench import benching
-from lockstep.cli.entry import quick_to_interrupt
+from lockstep.cli.interrupt import quick_to_interrupt
 from lockstep.cli.words import AS_TYPED, Limit, ScriptWords, Words, check_seconds, check_words
 
 app = typer.Typer(

@@ -42,9 +42,25 @@ def ending_on_signals() -> Iterator[None]:
 
 
 class RunningCommand:
-    """A started command with all its descendants."""
+    """A started command with all its descendants.
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], output: Path) -> None:
+    Args:
+        words: The command.
+        env: Variables to add to those of `base`.
+        output: The file that gets what it prints.
+        base: The variables to start from; by default those of this process.
+        work_folder: Where it runs; by default where this process does.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        output: Path,
+        *,
+        base: Mapping[str, str] | None = None,
+        work_folder: Path | None = None,
+    ) -> None:
         self.began = time.time()
         self.output = output
         self.family: set[psutil.Process] = set()
@@ -52,7 +68,8 @@ class RunningCommand:
             try:
                 self.process = subprocess.Popen(
                     list(words),
-                    env={**os.environ, **env},
+                    cwd=work_folder,
+                    env={**(os.environ if base is None else base), **env},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,

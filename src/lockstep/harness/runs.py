@@ -31,6 +31,8 @@ class CommandRuns:
         limit_s: The longest time without a sign of life of a run.
         tell: Called with the name and the seconds of each run that succeeds.
         threads: The CPU threads of each of several ranks; sums depend on it.
+        base: The variables to start from; by default those of this process.
+        work_folder: Where the command runs; by default where this process does.
     """
 
     def __init__(
@@ -42,12 +44,16 @@ class CommandRuns:
         limit_s: float,
         tell: Callable[[str, float], None] = lambda name, seconds: None,
         threads: int | None = None,
+        base: Mapping[str, str] | None = None,
+        work_folder: Path | None = None,
     ) -> None:
         self.words = list(words)
         self.folder = folder
         self.attach = attach
         self.limit_s = limit_s
         self.tell = tell
+        self.base = base
+        self.work_folder = work_folder
         given = int(os.environ.get("OMP_NUM_THREADS", "1"))
         self.threads = given if threads is None else threads
 
@@ -88,14 +94,16 @@ class CommandRuns:
     def start(self, folder: Path, ranks: int) -> list[RunningCommand]:
         """Start the command as typed, or as `ranks` ranks of one group."""
         env = dict(self.attach(folder))
+        place: dict[str, Any] = {"base": self.base, "work_folder": self.work_folder}
         if not ranks:
-            return [RunningCommand(self.words, env, folder / "output.txt")]
+            return [RunningCommand(self.words, env, folder / "output.txt", **place)]
         port = free_port()
         commands = []
         for rank in range(ranks):
             words = [*self.words_before(rank), *self.words]
             own = self.variables(rank, ranks, port)
-            commands.append(RunningCommand(words, env | own, folder / f"output_{rank}.txt"))
+            output = folder / f"output_{rank}.txt"
+            commands.append(RunningCommand(words, env | own, output, **place))
         return commands
 
     def words_before(self, rank: int) -> list[str]:
