@@ -181,7 +181,7 @@ def test_a_defect_on_other_ranks_is_called_by_its_name(defect: str, tmp_path: Pa
 
 
 def test_ranks_that_grow_apart_are_refused_by_the_run_itself(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="ranks have grown apart: parameter 0.weight"):
+    with pytest.raises(RuntimeError, match="ranks have diverged: parameter 0.weight"):
         prove_parity("OneRanksWeight", tmp_path)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended: where it stands, what it measured, and the exit code it deserves."""
+    """How a run ended: its step, the last metrics, its folder, and the exit code."""
 
     step: int
     metrics: dict[str, float]

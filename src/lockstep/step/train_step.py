@@ -1,8 +1,8 @@
 """One optimizer step, top to bottom.
 
-Owns: the order of events between "here are the micro-batches" and "the weights have changed".
-Does not own: where batches come from, the learning rate, when to log or to save. Every rank calls
-`train_step` the same number of times; that is the contract the whole package is named after.
+Owns: the order of events from the micro-batches to the changed weights. Does not own: where
+batches come from, the learning rate, or when to log or save. Every rank must call `train_step`
+the same number of times. The package is named after this rule.
 """
 
 import math
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lockstep.dist.world import World
 
 Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
-"""A task's `loss`, or any function of the same shape."""
+"""A task's `loss`, or any function with its signature."""
 Weights = Callable[[Any, Context], Mapping[str, Tensor | float]]
 """A task's `weights`."""
 
@@ -89,7 +89,7 @@ def train_step(
     reduction = choose_reduction(model, world, exact_reducer)
     update = choose_update(optimizer, world.device, scaler, non_finite)
     trained = trained or reduction.trained
-    optimizer.zero_grad()  # half a step that failed, or another network's loss, may have left some
+    optimizer.zero_grad()  # a failed step, or another network's loss, may have left gradients
     try:
         reduction.check_optimizer(optimizer)
         if batch.changed_cut:
@@ -129,10 +129,10 @@ def train_step(
         least = torch.stack(tuple(totals.values())).min()
         sums = torch.cat([sums[:1], torch.where(least < 0, least, 1.0)[None], sums[2:]])
 
-    # Divided by this, gradients are those of the global mean. No unit at all leaves no gradient;
-    # a negative number of them is no mean, and makes the step non-finite.
-    without_mean = torch.where(sums[1] == 0, math.inf, math.nan)
-    divisor = torch.where(sums[1] > 0, sums[1] / reduction.num_averaged, without_mean)
+    # Divided by this, gradients are those of the global mean. With a total weight of 0 all
+    # gradients become 0. A negative total weight makes the step non-finite.
+    if_not_positive = torch.where(sums[1] == 0, math.inf, math.nan)
+    divisor = torch.where(sums[1] > 0, sums[1] / reduction.num_averaged, if_not_positive)
     report = StepReport(sums, names, norm / divisor, rows)
     if max_grad_norm is not None:
         divisor = torch.maximum(divisor, norm.add(divisor, alpha=1e-6) / max_grad_norm)
@@ -167,7 +167,7 @@ class _Passes:
     exact_reducer: ExactReducer | None
 
     def run(self) -> Rows:
-        """Leave gradients on the model; return a row of sums for each micro-batch."""
+        """Compute gradients; return a row of sums for each micro-batch."""
         rows: list[Tensor] = []
         names: list[str] | None = None
         self.reduction.start(self.batch)
@@ -175,7 +175,7 @@ class _Passes:
         last = len(self.batch.micro_batches) - 1
         for index, micro_batch in enumerate(self.batch.micro_batches):
             leaf_rows = gathered[index] if gathered else None
-            # Around the backward pass, too: activation checkpointing calls layers again there.
+            # Includes the backward pass, where activation checkpointing calls layers again.
             counting = nullcontext() if micro_batch.counts else padding(unwrap(self.model))
             with self.reduction.micro_batch(micro_batch, is_last=index == last), counting:
                 with self.world.phase("forward"):
@@ -185,13 +185,13 @@ class _Passes:
                 with self.world.phase("backward"):
                     self.update.scale(total).backward()  # type: ignore[no-untyped-call]
             rows.append(row_of(own, names))
-        if self.trained:  # first: what it finds may be why an exchange is incomplete
+        if self.trained:  # check this first: a change here can leave an exchange incomplete
             self.trained.check()
         self.reduction.check()
         return rows, names or []
 
     def gather_rows(self) -> list[GatheredRows]:
-        """Return, in exact mode, what the loss of each micro-batch gathers."""
+        """Return the gathered rows for the loss of each micro-batch, in exact mode."""
         if self.exact_reducer is None or not self.exact_reducer.gathers:
             return []
         return gather_rows(self.forward, unwrap(self.model), self.batch, self.world)
@@ -199,9 +199,9 @@ class _Passes:
     def forward(
         self, model: nn.Module, micro_batch: MicroBatch, gathered: GatheredRows | None = None
     ) -> PartialLoss:
-        """Return the loss of a micro-batch, with the random streams of its place."""
+        """Return the loss of a micro-batch, seeded for its place in the step."""
         place = micro_batch.leaf.place
-        # For dropout and other random numbers of the model or the loss.
+        # Seed dropout and other random numbers of the model or the loss.
         seed_everything(self.world.device, self.seed, self.batch.step, place)
         context = Context(
             self.world,
@@ -226,7 +226,7 @@ def all_weights(
     rows = []
     for micro_batch in batch.micro_batches:
         place = micro_batch.leaf.place
-        # As before the loss: what is drawn here to count units, the loss draws again.
+        # The same seed as before the loss, so that both draw the same random numbers.
         seed_everything(world.device, seed, batch.step, place)
         context = Context(world, seed, batch.step, place)
         counted = weights(micro_batch.data, context)
@@ -235,5 +235,5 @@ def all_weights(
         numbers = [number(n, world.device) for n in counted.values()]
         rows.append(torch.stack(numbers) * micro_batch.counts)
     totals = reduction.total(rows, batch)
-    # A term without a unit in the whole step is a sum of nothing: 0 / 1.
+    # A term without units in the whole step has sum 0; divide it by 1.
     return dict(zip(counted, torch.where(totals == 0, 1.0, totals), strict=True))
