@@ -44,6 +44,7 @@ class ExactReducer:
         self._last: Node | None = None
         self._buckets: list[Bucket] = []
         self.num_sent = 0
+        self.is_exchanged = False
         self.has_failed = True  # until a step begins
 
     def set_model(self, model: nn.Module) -> None:
