@@ -1,5 +1,7 @@
 """Gradients that are rounded for the way between ranks (`gradients.exchange_in`)."""
 
+import gc
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch.distributed.fsdp  # before ranks are forked, which would import it 
 from torch import Tensor, nn
 
 from lockstep import RunConfig, World, fit, read_events
-from lockstep.dist.ddp import Averaging
+from lockstep.dist.ddp import Averaging, unwrap
 from lockstep.errors import ConfigError
 from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
@@ -54,6 +56,22 @@ def test_an_average_is_off_by_a_rounding_for_each_rank(kind: str) -> None:
             assert (off <= num_ranks * once).all()
             assert off.max() > 0.1 * ROUNDING[kind] * size.max()
             assert off[2000:3000].max() == 0
+
+
+def is_freed() -> bool:
+    with World.enter("cpu", timeout_s=20) as world:
+        first = world.replicate(nn.Linear(2, 1))
+        inner, held = unwrap(first), weakref.ref(first)
+        second = world.replicate(first)
+        del first
+        gc.collect()
+        second(torch.ones(1, 2)).sum().backward()
+        return held() is None and unwrap(second) is inner
+
+
+def test_a_model_replicated_again_frees_its_first_replica() -> None:
+    """A replica that stays keeps its hooks on the parameters and exchanges gradients, too."""
+    assert run_ranks(2, is_freed) == [True, True]
 
 
 def with_a_bad_number(kind: str, bad: float) -> list[float]:

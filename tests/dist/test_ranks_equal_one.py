@@ -216,6 +216,7 @@ class OneAmongMany:
     def __init__(self, world: World) -> None:
         self.size, self.rank, self.device = 1, world.rank, world.device
         self.all_sum, self.all_gather = world.all_sum, world.all_gather
+        self.custom_loop, self.phase = None, world.phase
 
 
 class MeansTask(UnevenTask):

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -22,9 +24,10 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker
 from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep import RunConfig, fit
 from lockstep.dist.batch_norm import SyncBatchNorm2d
 from lockstep.errors import ConfigError
-from lockstep.testing import run_ranks
+from lockstep.testing import TinyTask, run_ranks
 from lockstep.torch_compat import private
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -152,7 +155,8 @@ class OptimizedModule(nn.Module):
     ("use", "name"),
     [
         (lambda: private.check_reducer(SimpleNamespace(reducer=1)), "reducer._rebuild_buckets"),  # type: ignore[arg-type]
-        (lambda: private.overflow_flags(object(), None), "_found_inf_per_device"),  # type: ignore[arg-type]
+        (lambda: private.check_write_counter(object), "object._version"),
+        (lambda: private.check_scaler(object()), "_found_inf_per_device"),  # type: ignore[arg-type]
         (lambda: private.uncompiled(OptimizedModule()), "_orig_mod"),
         (lambda: private.started_processes(SimpleNamespace()), "_pcontext"),
         (lambda: private.started_processes(SimpleNamespace(_pcontext=1)), "_pc.processes"),
@@ -195,6 +199,48 @@ def test_a_measurement_without_its_name_is_refused(
     monkeypatch.delattr(owner, name)
     with pytest.raises(ConfigError, match=rf"has no .*\b{name}, which lockstep needs"):
         use()
+
+
+class Unreached(TinyTask):
+    """A task whose run must be refused before its first step."""
+
+    def loss(self, model: nn.Module, batch: Any, context: Any) -> Any:
+        raise AssertionError("the first step has begun")
+
+
+def start(folder: str, settings: dict[str, Any]) -> str:
+    """Start a run; return why it was refused, or how far it came."""
+    common = {"max_steps": 1, "device": "cpu", "batch": {"batch_size": 4}}
+    try:
+        fit(Unreached(), RunConfig.parse({"output_dir": folder, **common, **settings}))
+    except (ConfigError, AssertionError) as error:
+        return str(error)
+    raise AssertionError("it ran to its end")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "owner", "missing", "settings"),
+    [
+        (1, torch.amp.GradScaler, "_found_inf_per_device", {"precision": "fp16"}),
+        (1, torch._dynamo.config, "optimize_ddp", {"compile": True, "exact": True}),
+        (1, torch._inductor.config.triton, "cudagraphs", {"compile": True}),
+        *((2, torch.distributed.Reducer, method, {}) for method in private.REDUCER_METHODS),
+    ],
+)
+def test_a_run_that_needs_a_missing_name_is_refused_before_its_first_step(
+    num_ranks: int,
+    owner: Any,
+    missing: str,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(owner, missing)
+        refused = run_ranks(num_ranks, start, str(tmp_path), settings)
+    for reason in refused:
+        assert re.match(rf"torch {re.escape(torch.__version__)} has no \S*\b{missing}, ", reason)
+    assert run_ranks(1, start, str(tmp_path), {}) == ["the first step has begun"]
 
 
 def test_names_that_something_replaces_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,9 +129,10 @@ class Replica(DistributedDataParallel):
         exchange: Any = type(exchanges).exchange
         pace = self.pace
 
-        # Without `self`: torch would keep the replica alive, and its hooks, for as long as itself.
+        # The hook must not hold the replica, which holds the hook: garbage collection cannot look
+        # into torch's reducer, and a replica that is not freed keeps hooks on the parameters.
         def send(exchanges: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-            if bucket.is_last():  # buckets are sent in order
+            if bucket.is_last():
                 exchanges.has_sent_all = True
                 pace.end()
             return exchange(exchanges, bucket)  # type: ignore[no-any-return]
@@ -193,6 +194,7 @@ class Averaging:
 
     num_sent = 0
     has_sent_all = False
+    """Whether a backward pass has sent its last bucket; buckets are sent in order."""
     has_failed = False
 
     def __init__(self, world: Collectives, dtype: torch.dtype | None = None) -> None:

@@ -59,7 +59,7 @@ from lockstep.run.resume import (
 from lockstep.run.run import Run, versions
 from lockstep.run_files import refuse_link, refuse_shared, replace_text
 from lockstep.task import Task
-from lockstep.torch_compat.private import replay_graphs, replays_graphs
+from lockstep.torch_compat.private import check_scaler, replay_graphs, replays_graphs
 
 SAME_FILES = (
     "build the same data on every rank: take no seed from the rank or the clock, sort file lists, "
@@ -378,6 +378,8 @@ class _Builder:
         model = self.model
         kind = self.world.device.type
         scaler = torch.amp.GradScaler(kind) if self.dtype == torch.float16 else None
+        if scaler:
+            check_scaler(scaler)
         autocast = None
         if self.dtype:
             # A cache of the cast weights would keep gathered shards until the end of a pass.

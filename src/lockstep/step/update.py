@@ -10,7 +10,13 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
 from lockstep.step.report import StepReport
-from lockstep.torch_compat.private import foreach, overflow_flags, reads_flag, step_unless
+from lockstep.torch_compat.private import (
+    check_scaler,
+    foreach,
+    overflow_flags,
+    reads_flag,
+    step_unless,
+)
 
 
 class Update:
@@ -60,6 +66,7 @@ class ScaledUpdate(Update):
 
     def __init__(self, scaler: GradScaler, flag: Tensor) -> None:
         super().__init__(flag, is_sticky=False)
+        check_scaler(scaler)
         self.scaler = scaler
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -67,15 +67,17 @@ def _one_by_one(operation: str) -> Callable[..., Any]:
     return loop
 
 
+def check_write_counter(tensors: Any = Tensor) -> None:
+    """Refuse, before training, a torch with which `num_writes` could not work."""
+    needed(tensors, "_version", "to see which buffers a step changes")
+
+
 def num_writes(tensor: Tensor) -> int:
     """Return how often a tensor was written to in place, as autograd counts; -1 if nobody does.
 
     Nobody counts for a tensor that was made in inference mode.
     """
-    if tensor.is_inference():
-        return -1
-    needed(Tensor, "_version", "to see which buffers a step changes")
-    return tensor._version
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def aten_operator(name: str) -> Any:
@@ -207,10 +209,14 @@ def step_unless(flag: Tensor, optimizer: Optimizer) -> None:
     gated.found_inf = None
 
 
+def check_scaler(scaler: GradScaler) -> None:
+    """Refuse, before training, a torch with which `overflow_flags` could not work."""
+    needed(scaler, "_found_inf_per_device", "to skip a step in fp16: train in bf16 or fp32")
+
+
 def overflow_flags(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     """Return the flags, one on each device, by which a scaler skips a step that overflowed."""
-    flags = needed(scaler, "_found_inf_per_device", "to skip a step in fp16: train in bf16 or fp32")
-    return list(flags(optimizer).values())
+    return list(scaler._found_inf_per_device(optimizer).values())
 
 
 # --- Data loading ----------------------------------------------------------------------------
