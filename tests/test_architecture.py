@@ -164,6 +164,11 @@ def test_the_guard_of_the_doubles_can_fail(planted: str) -> None:
     assert imports_the_doubles(planted)
 
 
+@each(f for f in tool_files() if f.relative_to(SRC).parts[1] != "cli")
+def test_only_cli_imports_cli(file: Path) -> None:
+    assert "cli" not in tool_packages(file.read_text(), package_of(file))
+
+
 @each(files_of("lockstep_recipes"))
 def test_recipes_never_import_a_tool(file: Path) -> None:
     assert not tool_packages(file.read_text(), package_of(file))
@@ -216,9 +221,6 @@ def test_the_recipe_guard_tells_run_time_from_import() -> None:
 
 # --- No import cycles -----------------------------------------------------------
 
-# These import each other in function bodies still. The list may only get shorter.
-REMAINING_CYCLES = {}
-
 
 def import_graph(root: Path) -> dict[str, set[str]]:
     """Return which modules below `root` each of them imports, in function bodies too."""
@@ -255,11 +257,7 @@ def in_cycles(graph: dict[str, set[str]]) -> set[str]:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    assert in_cycles(import_graph(SRC / "lockstep")) - REMAINING_CYCLES == set()
-
-
-def test_the_list_of_remaining_cycles_holds_nothing_that_was_mended() -> None:
-    assert REMAINING_CYCLES - in_cycles(import_graph(SRC / "lockstep")) == set()
+    assert in_cycles(import_graph(SRC / "lockstep")) == set()
 
 
 def test_the_cycle_guard_can_fail(tmp_path: Path) -> None:
@@ -285,8 +283,6 @@ SETTINGS = {
     "compiler.triton.cudagraphs",
     "worker._worker_info",
 }
-# The list may only get shorter.
-STILL_REPLACE = {}
 
 
 def root_name(node: ast.AST) -> str:
@@ -360,17 +356,9 @@ def replacements(source: str) -> list[str]:
     return found
 
 
-@each(f for f in files_of("lockstep") + files_of("lockstep_recipes"))
+@each(files_of("lockstep") + files_of("lockstep_recipes"))
 def test_nothing_is_replaced_in_another_module(file: Path) -> None:
-    found = replacements(file.read_text())
-    if name_of(file) in STILL_REPLACE:
-        assert found, "it no longer does: take it off the list"
-    else:
-        assert not found
-
-
-def test_the_files_that_still_replace_exist() -> None:
-    assert {name_of(f) for f in files_of("lockstep")} >= STILL_REPLACE
+    assert not replacements(file.read_text())
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from lockstep.torch_compat import COMPILER
 from lockstep.torch_compat.private import (
     ATTENTION_ON_CPU,
-    COMPILER,
     aten_operator,
     operation_counter,
 )

@@ -17,7 +17,7 @@ import torch
 
 from lockstep.dist.environment import leave_process
 from lockstep.harness.ranks import free_port, rank_variables
-from lockstep.torch_compat.private import COMPILER
+from lockstep.torch_compat import COMPILER
 
 
 def run_ranks(

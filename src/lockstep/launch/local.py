@@ -28,6 +28,7 @@ from lockstep.launch.member import Membership, Place, parse_head
 from lockstep.launch.stopping import SIGNALS, Stopped, StopRequest
 from lockstep.launch.worker import check_module, check_script, work
 from lockstep.text_input import LARGEST
+from lockstep.torch_compat import COMPILER
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsSpecs
@@ -154,7 +155,7 @@ def _run_ranks(
     except OSError as error:
         raise LaunchError(
             f"the ranks cannot be started: {error}",
-            "room in /dev/shm and in the temporary folder, more open files (ulimit -n)",
+            "free /dev/shm and the temporary folder, and allow more open files (ulimit -n)",
         ) from error
     except Stopped:
         assert stop.requested is not None
@@ -184,7 +185,7 @@ def preloaded(restarts: int) -> list[str]:
     Exact mode asks for torch's compiler, which takes over a second to import: better once than in
     every rank that goes on; where none does, better only in those that ask.
     """
-    return ["lockstep.launch.warm", *(["torch._dynamo"] if restarts else [])]
+    return ["lockstep.launch.warm", *([COMPILER] if restarts else [])]
 
 
 def _check(command: LaunchRequest) -> None:
@@ -229,8 +230,8 @@ def _check_gpus(num_processes: int) -> None:
 
     if 0 < device_count() < num_processes:
         raise LaunchError(
-            f"{num_processes} processes were asked for, and there are {device_count()} GPUs",
-            f"--gpus {device_count()}, or CUDA_VISIBLE_DEVICES= to train on the CPU",
+            f"there are {device_count()} GPUs, fewer than {num_processes} processes",
+            f"pass --gpus {device_count()}, or set CUDA_VISIBLE_DEVICES= to train on the CPU",
         )
 
 

@@ -21,9 +21,6 @@ from torch.optim import Optimizer
 from lockstep.errors import ConfigError
 from lockstep.torch_compat.error_texts import WITHOUT_GRADIENT
 
-COMPILER = "torch._dynamo"
-"""The module that takes torch over a second to import, once something is compiled."""
-
 
 def needed(owner: Any, path: str, use: str) -> Any:
     """Return what a dotted path leads to from a class, module or object of torch's.
