@@ -14,22 +14,14 @@ import pytest
 SRC = Path(__file__).parents[1] / "src"
 
 VERBS = re.compile(
-    "add|allow|bring|build|call|certify|change|check|choose|convert|copy|correct|count|create|define|did|download|draw|export|"
-    "fix|freeze|give|install|keep|leave|let|load|look|lower|make|move|name|pass|put|quote|read|"
-    "register|remove|rename|replace|restore|resume|return|run|save|scale|seed|set|start|train|unset|use|"
+    "activate|add|allow|bring|build|call|certify|change|check|choose|convert|copy|correct|count|create|define|did|download|draw|export|"
+    "fix|freeze|give|halve|install|keep|leave|let|load|look|lower|make|mount|move|name|pass|put|quote|raise|read|"
+    "register|remove|rename|replace|restore|resume|return|run|save|scale|seed|set|start|train|try|unset|update|use|"
     "wait|write"
 )
 """First words of a remedy. "did" is for "did you mean --gpus?"."""
 
-REWRITTEN_LATER = (
-    "lockstep/bench/",
-    "lockstep/doctor/",
-    "lockstep/launch/",
-    "lockstep/cli/bench.py",
-    "lockstep/cli/doctor.py",
-    "lockstep/cli/rehearse.py",
-    "lockstep/cli/stage.py",
-)
+REWRITTEN_LATER = ("lockstep/cli/rehearse.py",)
 """Places whose remedies are still nouns. This list may only get shorter."""
 
 IS_REMEDY = re.compile(r"(^|_)(remedy|REMEDY|fix)$")

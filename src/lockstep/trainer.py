@@ -61,7 +61,6 @@ from lockstep.signals import (
     note_exit_code,
 )
 from lockstep.step.report import StepReport
-from lockstep.step.train_step import train_step
 from lockstep.task import Task
 
 WAIT_FOR_OTHERS_S = 10.0
@@ -70,7 +69,7 @@ WAIT_FOR_OTHERS_S = 10.0
 
 @dataclass
 class Votes:
-    """What a rank contributes to the vote before a step. The largest value of each field counts."""
+    """A rank's vote before a step. The largest value of each field over all ranks counts."""
 
     stop_code: int
     """The exit code to stop with, or 0."""
@@ -79,6 +78,8 @@ class Votes:
     has_new_buffers: bool
     wants_to_stop: bool
     """Whether a callback asked the run to stop."""
+    stops_unsaved: bool
+    """Whether it asked to stop without a last checkpoint."""
     save_has_failed: bool
     save_is_busy: bool
 
@@ -103,7 +104,8 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack, callbacks)
         trainer = Trainer(run, signals, stack)
-        plan, total_steps = run.loader.plan, run.loader.total_steps
+        plan = run.loader.plan
+        total_steps = run.loader.total_steps
         schedule = build_schedule(run.config.schedule, plan.steps_per_epoch, total_steps)
         for batch in trainer.steps():
             run.set_rate(schedule(batch.step))
@@ -121,7 +123,7 @@ class Trainer:
     Args:
         run: From `prepare`.
         signals: Already entered.
-        stack: Closes what the trainer opens.
+        stack: Closes the trainer's files and threads.
         extra_lines: Lines for the first rank to print with the banner before the first step.
     """
 
@@ -143,6 +145,8 @@ class Trainer:
         """The exit code of the signal that ended the steps early."""
         self.stop_reason = ""
         """Why a callback ended the steps early."""
+        self.stops_unsaved = False
+        """Whether that callback asked for no last checkpoint."""
         self.has_finished = False
         """Whether everything is saved and nothing is left to do."""
         self._callback_error: Exception | None = None
@@ -176,7 +180,8 @@ class Trainer:
             Exception: raised by the task in an evaluation, on that rank; the others raise an
                 OtherRankError. Finished steps are saved first, except with a sharded model.
         """
-        run, progress = self.run, self.run.progress
+        run = self.run
+        progress = self.run.progress
         self._call("on_run_start")
         if not self._evaluate_late():
             return
@@ -222,7 +227,7 @@ class Trainer:
         except OutOfMemoryError as error:
             too_large = error.problem
         except TrainedParametersError:
-            if run.world.size > 1 and not self._agrees_on_memory:  # maybe on this rank only
+            if run.world.size > 1 and not run.agrees_on_memory:  # maybe on this rank only
                 raise
         else:
             self._num_replications = 0
@@ -236,35 +241,12 @@ class Trainer:
             self._replicate_for_trained()
             self.step(batch)
 
-    @property
-    def _agrees_on_memory(self) -> bool:
-        """Whether ranks agree in each step that it fits into the memory of all of them."""
-        run, config = self.run, self.run.config
-        # A loss that compares samples changes with the size of micro-batches.
-        gathers = run.task.gathers and (run.world.size > 1 or not config.exact)
-        communicates = run.world.size > 1 and (config.sync_batch_norm or config.parallel == "fsdp")
-        return config.on_out_of_memory == "halve" and not (gathers or communicates)
-
     def _train(self, batch: StepBatch) -> StepReport:
-        run, config = self.run, self.run.config
+        take_step = self.run.train_step
+        assert take_step is not None  # `prepare` has replicated the model
+        self.run.non_finite = take_step.non_finite
         try:
-            return train_step(
-                run.task.loss,
-                run.model,
-                run.optimizer,
-                batch,
-                run.world,
-                weights=run.task.weights,
-                seed=config.seed,
-                max_grad_norm=config.max_grad_norm,
-                autocast=run.autocast,
-                scaler=run.scaler,
-                exact_reducer=run.exact_reducer,
-                non_finite=self.skipped_steps.flag(),
-                agree_on_memory=self._agrees_on_memory,
-                trained=run.trained,
-                buffers_later=True,
-            )
+            return take_step(batch)
         except RuntimeError as error:
             raise_if_not_deterministic(error)
             raise_if_out_of_reach(error)
@@ -289,7 +271,8 @@ class Trainer:
 
     def record_step(self, report: StepReport, batch: StepBatch) -> None:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
-        run, before = self.run, self.run.progress.consumed
+        run = self.run
+        before = self.run.progress.consumed
         self.buffers.end_step()
         if self.report is None:
             self._check_first_step(report)
@@ -322,7 +305,9 @@ class Trainer:
             self.events.write("compiled", run.progress.step, local_seconds=seconds)
 
     def finish(self) -> RunResult:
-        """Save the last steps, and report how the run ended. Collective.
+        """Save the last steps, unless a callback asked not to, and report how the run ended.
+
+        Collective.
 
         Raises:
             CheckpointError: on all ranks, if the save failed.
@@ -331,7 +316,7 @@ class Trainer:
         try:
             self.saver.finish_save()
             self.saver.is_last = True
-            if self.saver.saved_step != step:
+            if self.saver.saved_step != step and not self.stops_unsaved:
                 self._save()
             self.saver.finish_save()
         except CheckpointError as error:
@@ -374,7 +359,9 @@ class Trainer:
 
     def _log_evaluate_save(self) -> None:
         """Log, end the epoch, evaluate and save, each if due. Collective."""
-        run, config, progress = self.run, self.run.config, self.run.progress
+        run = self.run
+        config = self.run.config
+        progress = self.run.progress
         at_end = progress.step == run.loader.total_steps
         if at_end or progress.step % config.log_every == 0:
             self._check_finite()
@@ -407,13 +394,15 @@ class Trainer:
     def _agree(self, upcoming: object) -> int:
         """Return the exit code to stop with, or 0; raise on all ranks if one has an error."""
         problem = upcoming if isinstance(upcoming, Exception) else self._callback_error
-        run, world = self.run, self.run.world
+        run = self.run
+        world = self.run.world
         votes = Votes(
             stop_code=self.signals.exit_code,
             has_failed=problem is not None,
             trained_changed=run.trained.have_changed,
             has_new_buffers=self.buffers.has_news,
             wants_to_stop=bool(run.stop_reason),
+            stops_unsaved=run.stops_unsaved,
             save_has_failed=self.saver.writer.has_failed,
             save_is_busy=self.saver.writer.is_busy,
         ).of_all_ranks(world)
@@ -426,6 +415,7 @@ class Trainer:
             self._announce_checkpoint()
         if votes.wants_to_stop:  # all ranks take the first reason given
             self.stop_reason = next(text for text in world.all_texts(run.stop_reason) if text)
+            self.stops_unsaved = bool(votes.stops_unsaved)
         if votes.has_failed:
             self._save_and_raise(problem)
         if votes.trained_changed:
@@ -453,7 +443,8 @@ class Trainer:
         self.events.write("trained_parameters", self.run.progress.step, message=changes)
 
     def _is_due(self, when: Cadence) -> bool:
-        progress, per_epoch = self.run.progress, self.run.contract.plan.samples_per_epoch
+        progress = self.run.progress
+        per_epoch = self.run.contract.plan.samples_per_epoch
         epochs = Fraction(progress.consumed, per_epoch) if when.every_epochs else None
         return when.is_due(progress.step, epochs, Fraction(self._num_new, per_epoch))
 
@@ -512,7 +503,8 @@ class Trainer:
 
         The signal thread calls this, so it only reads numbers.
         """
-        step, saved = self.run.progress.step, self.saver.committed_step
+        step = self.run.progress.step
+        saved = self.saver.committed_step
         if self.has_finished or step == saved:
             return ""
         if saved is None:

@@ -12,9 +12,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from patients import FAKE_FACTS, IN_CHILD, FakeNvml, config_in, look_at
+from doubles import FAKE_FACTS, IN_CHILD, FakeNvml, config_in, try_task
 
-from lockstep.doctor.checks import Patient
+from lockstep.doctor.checks import Examination
 from lockstep.doctor.command import Command
 from lockstep.doctor.findings import Findings
 from lockstep.doctor.machine import Driver, read_driver
@@ -24,12 +24,12 @@ from lockstep.testing import TinyTask
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """Return what a real look at a healthy job finds, with its times set to steady ones."""
+    """Return what a real trial of a healthy job finds, with its times set to steady ones."""
     folder = tmp_path_factory.mktemp("healthy")
     config = config_in(folder, loader={"num_workers": 1})
-    found = look_at(TinyTask(), config, folder / "findings.json")
+    found = try_task(TinyTask(), config, folder)
     assert found.problems == {}
-    assert found.seen[-1] == "save"
+    assert found.passed[-1] == "save"
     assert not list(folder.glob(".lockstep_doctor*"))
     assert not (folder / "out").exists()
     assert min(found.read_s, found.step_s, found.save_s, found.memory_bytes) > 0
@@ -37,22 +37,22 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Findings:
 
 
 @pytest.fixture
-def healthy(measured: Findings, tmp_path: Path) -> Patient:
-    """Return a patient with two fake GPUs and a job nothing is wrong with."""
+def healthy(measured: Findings, tmp_path: Path) -> Examination:
+    """Return an examination with two fake GPUs and a job nothing is wrong with."""
     command = Command("lockstep", ("train.py",), 2, folder=tmp_path)
     found = dataclasses.replace(measured, problems=dict(measured.problems))
-    return Patient({}, read_driver(FakeNvml()), FAKE_FACTS, command, found)
+    return Examination({}, read_driver(FakeNvml()), FAKE_FACTS, command, found)
 
 
 @pytest.fixture
-def without_gpu(healthy: Patient) -> Patient:
-    """Return the same patient on a machine without a GPU."""
+def without_gpu(healthy: Examination) -> Examination:
+    """Return the same examination on a machine without a GPU."""
     facts = {**FAKE_FACTS, "cuda": None, "num_visible": 0}
     return dataclasses.replace(healthy, driver=Driver(problem="no NVIDIA driver"), facts=facts)
 
 
 @pytest.fixture
-def in_child(without_gpu: Patient, tmp_path: Path) -> Callable[..., list[Result]]:
+def in_child(without_gpu: Examination, tmp_path: Path) -> Callable[..., list[Result]]:
     """Return a function that has the verdicts given in a child that a shell prepares first."""
 
     def give(shell: str, **changes: Any) -> list[Result]:

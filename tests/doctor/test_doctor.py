@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patients import FAKE_FACTS
+from doubles import FAKE_FACTS
 
 from lockstep.cli import doctor
 from lockstep.cli.main import main

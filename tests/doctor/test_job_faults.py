@@ -6,23 +6,25 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from patients import config_in, look_at, named, needs_mount, red, yellow
+from doubles import config_in, named, needs_mount, red, try_task, yellow
 from torch import Tensor, nn
 
 from lockstep.checkpoint import FolderLock
 from lockstep.config import RunConfig
-from lockstep.doctor.checks import Patient, look_into, verdicts
+from lockstep.doctor.checks import Examination, verdicts
 from lockstep.doctor.command import Command
 from lockstep.doctor.findings import Findings
 from lockstep.doctor.grace import grace_time
 from lockstep.doctor.job import checkpoints_kept
 from lockstep.doctor.report import Result
+from lockstep.doctor.trial import try_job
 from lockstep.errors import DataError
 from lockstep.task import Context, PartialLoss, Task
 from lockstep.testing import TinyTask
@@ -33,11 +35,11 @@ replace = dataclasses.replace
 
 
 @pytest.fixture
-def judge(without_gpu: Patient, tmp_path: Path) -> Any:
-    """Return a function that looks into a job, really, and gives the verdicts."""
+def judge(without_gpu: Examination, tmp_path: Path) -> Any:
+    """Return a function that really tries a job, and gives the verdicts."""
 
     def give(task: Task, config: RunConfig | None = None) -> list[Result]:
-        found = look_at(task, config or config_in(tmp_path), tmp_path / "found.json")
+        found = try_task(task, config or config_in(tmp_path), tmp_path)
         return verdicts(replace(without_gpu, found=found))
 
     return give
@@ -81,7 +83,7 @@ def test_a_sample_that_one_rank_cannot_read(judge: Any, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     task = FilesTask(tmp_path / "data")
     assert red(judge(task)) == set()
-    found = look_at(task, config_in(tmp_path), tmp_path / "found.json")
+    found = try_task(task, config_in(tmp_path), tmp_path)
     assert found.samples_read == 2
     for path in (tmp_path / "data").iterdir():
         path.write_bytes(b"no sample")
@@ -121,7 +123,7 @@ def test_another_batch_than_the_checkpoint_was_trained_with(judge: Any, tmp_path
     results = judge(TinyTask(), config_in(tmp_path, batch={"batch_size": 3}))
     assert red(results) == {"batch and rate"}
     assert "batch_size 4 -> 3" in named(results, "batch and rate").evidence
-    assert named(results, "resume").evidence == "goes on from step_00000002"
+    assert named(results, "resume").evidence == "resumes from step_00000002"
     assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == before
 
 
@@ -130,6 +132,21 @@ def test_a_checkpoint_that_is_not_there(judge: Any, tmp_path: Path) -> None:
     results = judge(TinyTask(), config)
     assert red(results) == {"resume"}
     assert "checkpoint_epoch_10.pt" in named(results, "resume").evidence
+
+
+class Wider(TinyTask):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 9), super().build_model())
+
+
+def test_a_checkpoint_of_another_model(judge: Any, tmp_path: Path) -> None:
+    fit(TinyTask(), config_in(tmp_path, max_steps=2))
+    before = sorted(path.name for path in (tmp_path / "out").rglob("*"))
+    assert red(judge(TinyTask())) == set()
+    results = judge(Wider())
+    assert red(results) == {"resume"}
+    assert "step_00000002" in named(results, "resume").evidence
+    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == before
 
 
 # --- Folder, room, save -----------------------------------------------------------
@@ -172,17 +189,25 @@ fit(Big(), RunConfig.parse({"epochs": 3, "output_dir": sys.argv[1], "batch": {"b
 """
 
 
+TRY = """
+import os
+from pathlib import Path
+from lockstep.doctor.command import Command
+from lockstep.doctor.trial import try_job
+command = Command("python", ("train.py", "small"), folder=Path.cwd())
+try_job(command, os.environ, 150).write(Path("found.json"))
+"""
+
+
 @needs_mount
 @pytest.mark.timeout(240)
-def test_a_disk_too_small_for_the_checkpoints(without_gpu: Patient, tmp_path: Path) -> None:
+def test_a_disk_too_small_for_the_checkpoints(without_gpu: Examination, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     (tmp_path / "train.py").write_text(BIG)
-    probe = [sys.executable, "-m", "lockstep.doctor.probe", str(tmp_path / "f.json"), "1", "1"]
-    shell = f'mount -t tmpfs -o size=3m none {tmp_path}/small && exec "$@"'
-    words = ["unshare", "-m", "sh", "-c", shell, "sh", *probe]
-    words += [str(tmp_path / "train.py"), str(tmp_path / "small")]
-    subprocess.run(words, check=True, timeout=200)
-    results = verdicts(replace(without_gpu, found=Findings.read(tmp_path / "f.json")))
+    shell = f'mount -t tmpfs -o size=3m,mode=755 none {tmp_path}/small && exec "$@"'
+    words = ["unshare", "-m", "sh", "-c", shell, "sh", sys.executable, "-c", TRY]
+    subprocess.run(words, cwd=tmp_path, check=True, timeout=200)
+    results = verdicts(replace(without_gpu, found=Findings.read(tmp_path / "found.json")))
     assert red(results) == {"room"}
     assert "3.0 MB free" in named(results, "room").evidence
     assert "full after 3" in named(results, "room").evidence
@@ -224,7 +249,7 @@ class Broken(TinyTask):
     ("how", "name", "words"),
     [
         ("raises", "step", "ValueError: shapes 3 and 4"),
-        ("no number", "step", "not a number"),
+        ("no number", "step", "non-finite"),
         ("allocates", "memory", "free on cpu: RuntimeError"),
         ("collate", "loader", "ragged"),
     ],
@@ -235,7 +260,7 @@ def test_a_step_that_does_not_work(how: str, name: str, words: str, judge: Any) 
     assert words in named(results, name).evidence
 
 
-def test_less_memory_than_a_step_needs(without_gpu: Patient, healthy: Patient) -> None:
+def test_less_memory_than_a_step_needs(without_gpu: Examination, healthy: Examination) -> None:
     assert without_gpu.found is not None
     found = replace(without_gpu.found, memory_bytes=6 * 2**30, free_memory_bytes=10 * 2**30)
     results = verdicts(replace(without_gpu, found=found))
@@ -246,6 +271,85 @@ def test_less_memory_than_a_step_needs(without_gpu: Patient, healthy: Patient) -
     assert red(verdicts(replace(healthy, found=on_gpu))) == set()
     larger = replace(on_gpu, memory_bytes=11 * 2**30)
     assert red(verdicts(replace(healthy, found=larger))) == {"memory"}
+
+
+# --- Ranks that share more than gradients ---------------------------------------------
+
+
+FSDP = """
+import sys, torch
+from lockstep import RunConfig, fit
+from lockstep.testing import TinyTask
+
+class Large(TinyTask):
+    def build_model(self):
+        sizes = (5, 500), (500, 1000), (1000, 3)
+        model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes)).double()
+        if sys.argv[1] == "mixed":
+            model[1].bias.data = model[1].bias.data.float()
+        return model
+
+fit(Large(), RunConfig.parse(
+    {"epochs": 3, "output_dir": "out", "parallel": sys.argv[2], "batch": {"batch_size": 4}}
+))
+"""
+
+
+def try_large(tmp_path: Path, *words: str) -> tuple[Command, Findings]:
+    (tmp_path / "train.py").write_text(FSDP)
+    command = Command("torchrun", ("train.py", *words), 2, folder=tmp_path)
+    return command, try_job(command, os.environ, 150)
+
+
+@pytest.mark.timeout(300)
+def test_an_fsdp_job_is_judged_by_its_shards(without_gpu: Examination, tmp_path: Path) -> None:
+    command, whole = try_large(tmp_path, "plain", "ddp")
+    command, found = try_large(tmp_path, "plain", "fsdp")
+    assert (whole.num_ranks, found.num_ranks) == (1, 2)
+    assert found.passed[-1] == "save"
+    assert found.num_parameters == whole.num_parameters
+    assert 0.5 <= found.state_bytes / whole.state_bytes < 0.51
+    assert 0.9 < found.checkpoint_bytes / whole.checkpoint_bytes < 1.1
+
+    # What is free is enough for two shards, and not for the whole state twice.
+    found = replace(found, memory_bytes=found.state_bytes, free_memory_bytes=20 * 2**20)
+    whole = replace(whole, memory_bytes=whole.state_bytes, free_memory_bytes=20 * 2**20)
+    examination = replace(without_gpu, command=command)
+    assert red(verdicts(replace(examination, found=found))) == set()
+    assert red(verdicts(replace(examination, found=whole))) == {"memory"}
+
+    # Twice as many ranks hold half as much each.
+    four = replace(command, num_nodes=2)
+    says = named(verdicts(replace(examination, command=four, found=found)), "memory").evidence
+    assert "a shard of 1/4, estimated from 2 ranks" in says
+
+
+@pytest.mark.timeout(300)
+def test_a_model_that_cannot_be_sharded(without_gpu: Examination, tmp_path: Path) -> None:
+    command, found = try_large(tmp_path, "mixed", "fsdp")
+    results = verdicts(replace(without_gpu, command=command, found=found))
+    assert red(results) == {"step"}
+    assert "uniform original parameter dtype" in named(results, "step").evidence
+    assert named(results, "output folder").status == "ok"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_batch_normalisation_over_all_ranks_needs_them(tmp_path: Path) -> None:
+    config = config_in(tmp_path, sync_batch_norm=True)
+    assert try_task(TinyTask(), config, tmp_path).needs_group
+    found = try_task(TinyTask(), config, tmp_path, num_ranks=2)
+    assert (found.num_ranks, found.passed[-1]) == (2, "save")
+    assert not try_task(TinyTask(), config, tmp_path, world_size=1).needs_group
+
+
+def test_the_first_rank_that_failed_is_believed() -> None:
+    lost = Findings(phase="step", failed_at=2.0, problems={"step": ["lost connection", ""]})
+    lost = replace(lost, passed=["folder"], scratch="x", memory_bytes=1)
+    cause = Findings(phase="loader", failed_at=1.0, problems={"loader": ["ragged", ""]})
+    merged = Findings.merged([lost, replace(cause, memory_bytes=2)])
+    assert merged.problems == {"loader": ["ragged", ""]}
+    assert (merged.phase, merged.passed, merged.scratch) == ("loader", ["folder"], "x")
+    assert merged.memory_bytes == 2
 
 
 class SlowSamples(TinyTask):
@@ -279,7 +383,7 @@ def test_a_loader_slower_than_the_step_is_said(judge: Any) -> None:
     ],
 )
 def test_what_works_but_not_well_is_a_warning(
-    change: Mapping[str, Any], name: str, healthy: Patient
+    change: Mapping[str, Any], name: str, healthy: Examination
 ) -> None:
     assert healthy.found is not None
     results = verdicts(replace(healthy, found=replace(healthy.found, **change)))
@@ -287,7 +391,7 @@ def test_what_works_but_not_well_is_a_warning(
     assert yellow(results) == {name}
 
 
-def test_more_workers_than_cores_is_a_warning(healthy: Patient) -> None:
+def test_more_workers_than_cores_is_a_warning(healthy: Examination) -> None:
     assert healthy.found is not None
     many = {**healthy.found.config, "loader": {"num_workers": 10_000, "prefetch": 2}}
     found = replace(healthy.found, config=many, batch_tensors=0, batch_bytes=0)
@@ -297,7 +401,7 @@ def test_more_workers_than_cores_is_a_warning(healthy: Patient) -> None:
     assert workers(found, num_processes=2, num_cores=20_000).status == "ok"
 
 
-def test_trackers_that_are_missing_are_a_warning(healthy: Patient) -> None:
+def test_trackers_that_are_missing_are_a_warning(healthy: Examination) -> None:
     from lockstep.doctor.job import sinks
 
     assert healthy.found is not None
@@ -331,7 +435,7 @@ def batch(lines: str, body: str = "srun python train.py") -> Command:
     ],
 )
 def test_saving_must_fit_into_the_grace_time(
-    lines: str, save_s: float, status: str, healthy: Patient
+    lines: str, save_s: float, status: str, healthy: Examination
 ) -> None:
     assert healthy.found is not None
     found = replace(healthy.found, save_s=save_s)
@@ -341,7 +445,7 @@ def test_saving_must_fit_into_the_grace_time(
 
 
 def test_inside_a_job_slurm_is_asked(
-    healthy: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    healthy: Examination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = tmp_path / "scontrol"
     fake.write_text(
@@ -366,11 +470,11 @@ def test_inside_a_job_slurm_is_asked(
 
 @pytest.mark.timeout(240)
 def test_a_script_that_cannot_be_imported_is_said_in_a_line(
-    without_gpu: Patient, tmp_path: Path
+    without_gpu: Examination, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text("import lockstep\nimport no_such_module\n")
     command = Command("torchrun", ("train.py",), 2, folder=tmp_path)
-    found = look_into(command, os.environ, 100)
+    found = try_job(command, os.environ, 100)
     results = verdicts(replace(without_gpu, command=command, found=found))
     assert red(results) == {"script"}
     assert "No module named 'no_such_module'" in named(results, "script").evidence
@@ -378,13 +482,13 @@ def test_a_script_that_cannot_be_imported_is_said_in_a_line(
 
 
 def test_a_script_that_is_not_there_and_one_that_would_train(
-    without_gpu: Patient, tmp_path: Path
+    without_gpu: Examination, tmp_path: Path
 ) -> None:
     command = Command("torchrun", ("train.py",), 2, folder=tmp_path)
-    found = look_into(command, os.environ, 60)
+    found = try_job(command, os.environ, 60)
     assert red(verdicts(replace(without_gpu, command=command, found=found))) == {"script"}
     (tmp_path / "train.py").write_text("open('trained', 'w')\n")
-    found = look_into(command, os.environ, 60)
+    found = try_job(command, os.environ, 60)
     results = verdicts(replace(without_gpu, command=command, found=found))
     assert red(results) == set()
     assert "does not use lockstep" in named(results, "script").evidence
@@ -401,43 +505,46 @@ time.sleep(600)
 
 
 @pytest.mark.timeout(240)
-def test_a_look_ends_after_its_seconds_and_leaves_no_process(
-    without_gpu: Patient, tmp_path: Path
+def test_a_trial_ends_after_its_seconds_and_leaves_no_process(
+    without_gpu: Examination, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(SLOW)
     command = Command("python", ("train.py",), folder=tmp_path)
-    found = look_into(command, os.environ, 3)
+    found = try_job(command, os.environ, 3)
     results = verdicts(replace(without_gpu, command=command, found=found))
     assert red(results) == {"script"}
     assert "in 3 s" in named(results, "script").evidence
 
 
 @pytest.mark.timeout(240)
-def test_a_loop_of_its_own_is_looked_into_as_far_as_its_first_step(
-    without_gpu: Patient, tmp_path: Path
+def test_a_custom_loop_ends_in_its_first_step_before_it_can_save(
+    without_gpu: Examination, tmp_path: Path
 ) -> None:
     example = Path(__file__).parents[2] / "examples" / "five_lines.py"
-    (tmp_path / "loop.py").write_text(example.read_text())
+    saves = "finally:\n    open('saved', 'w')\n"
+    (tmp_path / "loop.py").write_text(
+        f"try:\n{textwrap.indent(example.read_text(), '    ')}\n{saves}"
+    )
     command = Command("python", ("loop.py",), folder=tmp_path)
-    found = look_into(command, os.environ, 100)
+    found = try_job(command, os.environ, 100)
     results = verdicts(replace(without_gpu, command=command, found=found))
     assert red(results) == set()
     assert "641 of 641 parameters" in named(results, "step").evidence
     assert named(results, "memory").status == "ok"
-    assert "a loop of its own" in named(results, "data").evidence
+    assert "a custom loop" in named(results, "data").evidence
     assert [path.name for path in tmp_path.iterdir()] == ["loop.py"]
 
 
 @pytest.mark.timeout(240)
-def test_a_loop_around_prepare_under_accelerate_is_looked_into_whole(
-    without_gpu: Patient, tmp_path: Path
+def test_a_loop_around_prepare_under_accelerate_is_tried_whole(
+    without_gpu: Examination, tmp_path: Path
 ) -> None:
     shutil.copytree(Path(__file__).parents[2] / "recipes" / "ctclip", tmp_path / "ctclip")
     script = ("train.py", "--config", "configs/base_config.yaml")
     command = Command("accelerate", script, 2, port=None, folder=tmp_path / "ctclip")
-    found = look_into(command, {**os.environ, "LOCKSTEP_REHEARSAL": "1"}, 100)
+    found = try_job(command, {**os.environ, "LOCKSTEP_REHEARSAL": "1"}, 100)
     assert found.problems == {}
-    assert (found.task, found.seen[-1], found.samples_read) == ("ctclip", "save", 2)
+    assert (found.task, found.passed[-1], found.samples_read) == ("ctclip", "save", 2)
     results = verdicts(replace(without_gpu, command=command, found=found))
     assert red(results) == set()
     assert "4 per GPU, 8 total (x 2)" in named(results, "batch and rate").evidence

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patients import FAKE_FACTS, SUM, FakeNvml, named, needs_mount, red, yellow
+from doubles import FAKE_FACTS, SUM, FakeNvml, named, needs_mount, red, yellow
 
 from lockstep.doctor import checks, collective, machine
-from lockstep.doctor.checks import Patient, measure, verdicts
+from lockstep.doctor.checks import Examination, measure, verdicts
 from lockstep.doctor.command import Command
 from lockstep.doctor.machine import read_driver
 from lockstep.doctor.network import port_free
@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_nothing_is_red_on_a_healthy_machine(
-    healthy: Patient, without_gpu: Patient, monkeypatch: pytest.MonkeyPatch
+    healthy: Examination, without_gpu: Examination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The one that guides name, another test may have.
     monkeypatch.setattr("lockstep.doctor.network.DEFAULT_PORT", free_port())
-    for patient in (healthy, without_gpu, replace(healthy, command=None, found=None)):
-        results = verdicts(patient)
+    for examination in (healthy, without_gpu, replace(healthy, command=None, found=None)):
+        results = verdicts(examination)
         assert red(results) == set(), results
         assert yellow(results) == set(), results
 
@@ -39,13 +39,13 @@ def test_nothing_is_red_on_a_healthy_machine(
 # --- GPUs, by a fake NVML ----------------------------------------------------------
 
 
-def test_a_gpu_that_is_not_there(healthy: Patient) -> None:
+def test_a_gpu_that_is_not_there(healthy: Examination) -> None:
     results = verdicts(replace(healthy, env={"CUDA_VISIBLE_DEVICES": "0,7"}))
     assert red(results) == {"gpus"}
     assert "2 are" in named(results, "gpus").evidence
 
 
-def test_memory_errors_of_a_gpu(healthy: Patient) -> None:
+def test_memory_errors_of_a_gpu(healthy: Examination) -> None:
     nvml = FakeNvml()
     nvml.ecc = 3
     results = verdicts(replace(healthy, driver=read_driver(nvml)))
@@ -54,14 +54,14 @@ def test_memory_errors_of_a_gpu(healthy: Patient) -> None:
 
 
 @pytest.mark.parametrize("fake", [FakeNvml(pids=[4242]), FakeNvml(used=100 * 2**30)])
-def test_a_gpu_in_use(fake: FakeNvml, healthy: Patient) -> None:
+def test_a_gpu_in_use(fake: FakeNvml, healthy: Examination) -> None:
     results = verdicts(replace(healthy, driver=read_driver(fake)))
     assert red(results) == {"gpus idle"}
     told = named(results, "gpus idle").evidence
     assert "4242" in told if fake.pids else "100.0 GB in use, no process shown" in told
 
 
-def test_more_processes_than_gpus_is_a_warning(healthy: Patient) -> None:
+def test_more_processes_than_gpus_is_a_warning(healthy: Examination) -> None:
     assert healthy.command is not None
     command = replace(healthy.command, num_processes=8)
     results = verdicts(replace(healthy, command=command))
@@ -78,21 +78,21 @@ def test_more_processes_than_gpus_is_a_warning(healthy: Patient) -> None:
     ],
 )
 def test_a_torch_that_cannot_use_the_gpus(
-    change: dict[str, Any], words: str, healthy: Patient
+    change: dict[str, Any], words: str, healthy: Examination
 ) -> None:
     results = verdicts(replace(healthy, facts={**FAKE_FACTS, **change}))
     assert red(results) == {"cuda"}
     assert words in named(results, "cuda").evidence
 
 
-def test_a_driver_too_old_for_torch(healthy: Patient) -> None:
+def test_a_driver_too_old_for_torch(healthy: Examination) -> None:
     results = verdicts(replace(healthy, driver=read_driver(FakeNvml(cuda=12040))))
     assert red(results) == {"cuda"}
     assert "needs CUDA 13.0" in named(results, "cuda").evidence
     assert "up to 12.4" in named(results, "cuda").evidence
 
 
-def test_a_torch_that_does_not_import(without_gpu: Patient, tmp_path: Path) -> None:
+def test_a_torch_that_does_not_import(without_gpu: Examination, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open')")
     facts = measure({**os.environ, "PYTHONPATH": str(tmp_path)}, num_ranks=0)
     results = verdicts(replace(without_gpu, facts=facts))
@@ -100,7 +100,7 @@ def test_a_torch_that_does_not_import(without_gpu: Patient, tmp_path: Path) -> N
     assert "libcudart.so.13" in named(results, "cuda").evidence
 
 
-def test_a_package_that_is_missing(healthy: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing(healthy: Examination, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["torch>=2.11", "not-a-package-at-all"]
     monkeypatch.setattr(metadata, "requires", lambda name: wanted)
     results = verdicts(healthy)
@@ -151,7 +151,7 @@ def test_a_source_tree_that_is_not_installed(
     told = uninstalled()
     assert told.status == "warn"
     assert told.evidence.endswith(f"; lockstep is not installed, but used from {tmp_path / 'tree'}")
-    assert told.fix == "pip install -e ."
+    assert told.fix == "run pip install -e ."
 
     list(tmp_path.glob("packages/safetensors-*.dist-info"))[0].unlink()
     list(tmp_path.glob("packages/wandb-*.dist-info"))[0].unlink()
@@ -176,7 +176,7 @@ def test_a_source_tree_without_its_list_of_packages(
 def test_too_few_open_files(in_child: Callable[..., list[Result]]) -> None:
     results = in_child("ulimit -n 100")
     assert red(results) == {"open files"}
-    assert named(results, "open files").fix == "ulimit -n 65536"
+    assert named(results, "open files").fix == "run ulimit -n 65536"
     assert red(in_child("ulimit -n 20000")) == set()
 
 
@@ -214,7 +214,7 @@ def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_variables_that_contradict_each_other(
-    env: dict[str, str], words: str, healthy: Patient
+    env: dict[str, str], words: str, healthy: Examination
 ) -> None:
     command = Command("python", ("train.py",))
     results = verdicts(replace(healthy, env=env, command=command))
@@ -222,18 +222,18 @@ def test_variables_that_contradict_each_other(
     assert words in named(results, "variables").evidence
 
 
-def test_a_launcher_replaces_what_another_left_behind(healthy: Patient) -> None:
+def test_a_launcher_replaces_what_another_left_behind(healthy: Examination) -> None:
     results = verdicts(replace(healthy, env={"RANK": "3", "WORLD_SIZE": "2"}))
     assert red(results) == set()
     assert "replaces RANK, WORLD_SIZE" in named(results, "variables").evidence
 
 
-def test_kernels_that_wait_are_a_warning(healthy: Patient) -> None:
+def test_kernels_that_wait_are_a_warning(healthy: Examination) -> None:
     results = verdicts(replace(healthy, env={"CUDA_LAUNCH_BLOCKING": "1"}))
     assert yellow(results) == {"variables"}
 
 
-def test_a_port_that_is_taken(healthy: Patient) -> None:
+def test_a_port_that_is_taken(healthy: Examination) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -264,7 +264,7 @@ def test_a_port_that_only_guides_name_is_a_warning(monkeypatch: pytest.MonkeyPat
         ({"MASTER_ADDR": "no-such-host.invalid"}, "does not resolve"),
     ],
 )
-def test_a_network_that_is_not_there(env: dict[str, str], words: str, healthy: Patient) -> None:
+def test_a_network_that_is_not_there(env: dict[str, str], words: str, healthy: Examination) -> None:
     results = verdicts(replace(healthy, env=env, command=None, found=None))
     assert red(results) == {"network"}
     assert words in named(results, "network").evidence
@@ -272,7 +272,7 @@ def test_a_network_that_is_not_there(env: dict[str, str], words: str, healthy: P
 
 
 def test_a_host_that_does_not_know_itself(
-    healthy: Patient, monkeypatch: pytest.MonkeyPatch
+    healthy: Examination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     assert yellow(verdicts(healthy)) == {"network"}
@@ -282,7 +282,7 @@ def test_a_host_that_does_not_know_itself(
 
 
 def test_ranks_really_add_up_and_a_broken_group_is_named(
-    without_gpu: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    without_gpu: Examination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def really() -> list[Result]:
         collective.main([str(tmp_path / "facts.json"), "2"])
@@ -299,7 +299,7 @@ def test_ranks_really_add_up_and_a_broken_group_is_named(
     assert "nope0" in named(results, "all-reduce").evidence
 
 
-def test_a_wrong_or_slow_sum(healthy: Patient) -> None:
+def test_a_wrong_or_slow_sum(healthy: Examination) -> None:
     wrong = {**FAKE_FACTS, "sum": {**SUM, "is_right": False}}
     assert red(verdicts(replace(healthy, facts=wrong))) == {"all-reduce"}
     slow = {**FAKE_FACTS, "sum": {**SUM, "seconds": 60.0}}
@@ -308,9 +308,9 @@ def test_a_wrong_or_slow_sum(healthy: Patient) -> None:
 
 def test_the_list_is_the_list_of_the_page() -> None:
     text = (ROOT / "docs" / "doctor.md").read_text()
-    patient = Patient({}, facts=FAKE_FACTS, command=Command("python", ("t.py",)))
-    found = checks.Findings(stage="script", unseen="nothing")
-    names = [result.name for result in verdicts(replace(patient, found=found))]
+    examination = Examination({}, facts=FAKE_FACTS, command=Command("python", ("t.py",)))
+    found = checks.Findings(phase="script", unchecked="nothing")
+    names = [result.name for result in verdicts(replace(examination, found=found))]
     assert len(names) == len(set(names)) == 24
     for name in names:
         assert f"`{name}`" in text, name

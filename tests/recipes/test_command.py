@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from lockstep.cli.run import recipe_names
 from lockstep.errors import ConfigError, DataError
+from lockstep.launch.recipes import recipe_names
 from lockstep.testing import TinyTask
 from lockstep.trainer import RunResult
 from lockstep_recipes.command import (

@@ -125,7 +125,6 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> str:
 # --- Workers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than there are cores
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_workers_killed_in_mid_epoch_change_no_bit_and_are_told_of(
     num_workers: int, calm: str, tmp_path: Path

@@ -19,7 +19,9 @@ def run_doctor(words: Sequence[str], as_json_text: bool, seconds: float) -> int:
     try:
         folder = Path.cwd()
     except OSError as error:
-        raise LaunchError(f"this folder is gone: {error.strerror}", "cd, and again") from None
+        raise LaunchError(
+            f"this folder is gone: {error.strerror}", "change to a folder that exists"
+        ) from None
     results = examine(words, dict(os.environ), folder, seconds)
     if as_json_text:
         print(as_json(results))

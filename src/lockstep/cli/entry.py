@@ -1,37 +1,8 @@
-"""Entry point of the `lockstep` command, with a clean Ctrl-C while the rest is imported.
+"""Entry point of the `lockstep` command, with a clean Ctrl-C while the rest is imported."""
 
-Owns: Ctrl-C until a command has begun. Does not own: the commands; in these, Ctrl-C is a
-KeyboardInterrupt, or a signal to forward to ranks. This module imports nothing slow.
-"""
-
-import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
-INTERRUPTED = 128 + signal.SIGINT
-
-
-@contextmanager
-def quick_to_interrupt() -> Iterator[None]:
-    """Make Ctrl-C end this process at once, with one line and exit code 130.
-
-    A KeyboardInterrupt inside an import might be printed, or caught as an import error.
-    """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # SIGINT is ignored or handled elsewhere
-        return
-    signal.signal(signal.SIGINT, _leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    os.write(2, b"lockstep: interrupted\n")
-    os._exit(INTERRUPTED)
+from lockstep.cli.interrupt import leave, quick_to_interrupt
 
 
 def main() -> None:
@@ -41,7 +12,7 @@ def main() -> None:
             from lockstep.cli.main import main as run
         run()
     except KeyboardInterrupt:
-        _leave(signal.SIGINT, None)
+        leave(signal.SIGINT, None)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,13 @@
 """`lockstep run RECIPE`: check the request, then train here or in N processes."""
 
 import importlib
-import importlib.util
-import pkgutil
 from collections.abc import Sequence
 
-from lockstep.cli.entry import quick_to_interrupt
+from lockstep.cli.interrupt import quick_to_interrupt
 from lockstep.cli.words import MAX_PROCESSES
 from lockstep.errors import ConfigError, closest, plain, shown
+from lockstep.launch.recipes import recipe_names
 from lockstep.text_input import whole_number
-
-
-def recipe_names() -> list[str]:
-    """Return the names of the installed recipes."""
-    spec = importlib.util.find_spec("lockstep_recipes")
-    locations = spec.submodule_search_locations if spec else None
-    return [module.name for module in pkgutil.iter_modules(locations) if module.ispkg]
 
 
 def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
@@ -51,7 +43,7 @@ def count_nodes(nodes: int | None, head: str) -> int:
     if nodes is None and head:
         raise ConfigError(
             f"--head {shown(head)} names node 0, and --nodes is missing: how many nodes are there?",
-            "pass --nodes 2, or leave out --head on one machine",
+            "pass --nodes 2, or omit --head on one machine",
         )
     return 1 if nodes is None else nodes
 

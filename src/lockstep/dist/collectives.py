@@ -102,9 +102,9 @@ class Collectives:
         lengths[self.rank] = length
         return self.all_sum(lengths).tolist()
 
-    def _announce(self) -> None:
+    def _announce(self, is_counted: bool = True) -> None:
         """Count a collective and call `before_collective`, but not for collectives inside it."""
-        self.num_collectives += 1
+        self.num_collectives += is_counted
         callback = self.before_collective
         self.before_collective = None
         if callback is not None:
@@ -132,8 +132,11 @@ class Collectives:
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def all_sum_later(self, value: Tensor) -> torch.futures.Future[Any]:
-        """Start summing `value` over ranks, in place. Collective."""
-        self._announce()
+        """Start summing `value` over ranks, in place. Collective.
+
+        Gradients travel this way, so `num_collectives` leaves it out.
+        """
+        self._announce(is_counted=False)
         return dist.all_reduce(value, async_op=True).get_future()  # type: ignore[no-any-return]
 
     def exchange(

@@ -123,17 +123,17 @@ class Replica(DistributedDataParallel):
         )
         check_reducer(self)
         self.exchanges = exchanges
-        self.is_exchanged = False
-        """Whether a backward pass has sent its last bucket; buckets are sent in order."""
         self.pace = Pace(world.device)
         self.trained = TrainedParameters(model)
         self._known = {id(parameter) for parameter in model.parameters()}
         exchange: Any = type(exchanges).exchange
         pace = self.pace
 
+        # The hook must not hold the replica, which holds the hook: garbage collection cannot look
+        # into torch's reducer, and a replica that is not freed keeps hooks on the parameters.
         def send(exchanges: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             if bucket.is_last():
-                self.is_exchanged = True
+                exchanges.has_sent_all = True
                 pace.end()
             return exchange(exchanges, bucket)  # type: ignore[no-any-return]
 
@@ -150,7 +150,7 @@ class Replica(DistributedDataParallel):
 
     def begin_exchanges(self) -> None:
         """Start to count the buckets that a backward pass exchanges."""
-        self.is_exchanged = False
+        self.exchanges.has_sent_all = False
         self.exchanges.num_sent = 0
         self.pace.begin()
 
@@ -160,7 +160,7 @@ class Replica(DistributedDataParallel):
         Raises:
             ConfigError: naming the parameters without a gradient.
         """
-        if self.is_exchanged:
+        if self.exchanges.has_sent_all:
             self.pace.begin()
             return
         problem = "the loss called model.module directly, so DDP did not average its gradients"
@@ -193,6 +193,8 @@ class Averaging:
     """
 
     num_sent = 0
+    has_sent_all = False
+    """Whether a backward pass has sent its last bucket; buckets are sent in order."""
     has_failed = False
 
     def __init__(self, world: Collectives, dtype: torch.dtype | None = None) -> None:
@@ -209,7 +211,8 @@ class Averaging:
 
         The result must be the same on every rank. Collective.
         """
-        world, dtype = self.world, self.dtype
+        world = self.world
+        dtype = self.dtype
         if dtype in (None, grads.dtype):
             return world.all_sum_later(grads.div_(world.size)).then(lambda done: done.value()[0])
         scale = _fp16_scale(grads, world) if dtype == torch.float16 else grads.new_ones(1)

@@ -72,7 +72,7 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
         LaunchError: if variables are missing, malformed or contradict each other.
     """
     if ("RANK" in env) != ("WORLD_SIZE" in env):
-        raise _contradiction(env, "only one of RANK and WORLD_SIZE is set")
+        raise _contradiction(env, "RANK and WORLD_SIZE must both be set, and one is missing")
     found = _read_rows(env)
     if local_rank_argument is not None and local_rank_argument < 0:
         local_rank_argument = None
@@ -107,7 +107,7 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
     if head and re.fullmatch(r"[!-~]{1,255}", head) is None:
         raise _contradiction(env, f"{shown(head)} is not the name or address of a host")
     if size > 1 and not (head and port):
-        raise _contradiction(env, f"{size} processes need MASTER_ADDR and MASTER_PORT to meet")
+        raise _contradiction(env, f"{size} processes need MASTER_ADDR and MASTER_PORT")
     return Launch(
         rank=rank,
         size=size,

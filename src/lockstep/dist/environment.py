@@ -11,6 +11,7 @@ from typing import NoReturn
 from lockstep.dist import detect
 from lockstep.dist.detect import Launch, collective_timeout_s, detect_launch
 from lockstep.errors import LaunchError
+from lockstep.text_input import whole_number
 
 
 def is_rehearsal() -> bool:
@@ -70,6 +71,14 @@ def launched() -> Launch:
 def launched_rank() -> int:
     """Return this process's rank without joining a group."""
     return launched().rank
+
+
+def planned_size() -> int:
+    """Return the job's world size: more than were launched where `lockstep doctor` tries a job.
+
+    For a script that generates data for all ranks, or compares the number with a flag.
+    """
+    return whole_number(os.environ.get("LOCKSTEP_PLANNED_RANKS", "")) or launched().size
 
 
 def group_timeout_s(configured: float) -> float:

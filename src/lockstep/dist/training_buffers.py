@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from lockstep.dist.agreement import RUNNING_STATISTICS
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.ddp import all_tensors_from_first
-from lockstep.torch_compat.private import NORMS_WITH_STATISTICS, num_writes
+from lockstep.torch_compat.private import (
+    NORMS_WITH_STATISTICS,
+    check_write_counter,
+    num_writes,
+)
 
 
 class TrainingBuffers:
@@ -30,6 +34,8 @@ class TrainingBuffers:
                 is_norm = isinstance(module, NORMS_WITH_STATISTICS)
                 if not (is_norm and name in RUNNING_STATISTICS):
                     self._places[f"{above}.{name}" if above else name] = module, name
+        if self._places:
+            check_write_counter()
         self._before: dict[str, tuple[Tensor | None, int]] = {}
         self._changed: set[str] = set()
         """The buffers that steps have changed on this rank."""

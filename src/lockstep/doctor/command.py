@@ -1,9 +1,11 @@
-"""Take a command line apart: how many processes it starts, where they meet, which script they run.
+"""What a command line would start: its launcher, its processes, where they meet, its script.
 
-Owns: the options of each launcher that matter to a check, and reading through a shell
-script. Does not own: running the script; `probe.py` does, in a process of its own.
+Owns: the options of each launcher that a check needs, and reading through a shell script. Does not
+own: running the job (`trial.py`).
 """
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -11,12 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, LaunchError, plain, shown
+from lockstep.launch.recipes import recipe_names
 from lockstep.text_input import whole_number
 from lockstep.yaml_input import read_yaml_file
 
@@ -24,18 +28,15 @@ DEFAULT_PORT = 29500
 """What torchrun, torch.distributed.launch and accelerate take unless told otherwise."""
 SHELL_S = 20.0
 
-# Options that stand alone; any other takes the word after it, unless it has an equals sign.
-_ALONE = {
-    "torchrun": "standalone no-python m module run-path use-env virtual-local-rank",
-    "accelerate": "cpu multi-gpu use-cpu use-deepspeed use-fsdp use-megatron-lm use-mps-device "
-    "tpu same-network debug quiet q m module no-python dynamo-use-fullgraph dynamo-use-dynamic",
+FLAGS = {
     "srun": "u unbuffered l label exclusive overlap kill-on-bad-exit v verbose Q quiet O",
     "sbatch": "wait W parsable requeue no-requeue exclusive hold H test-only v verbose Q quiet",
     "python": "u B E s S I O OO v q b d i P x",
-    "lockstep": "m",
+    "lockstep launch": "m",
 }
-_SHELLS = ("bash", "sh", "zsh", "dash")
-_LAUNCHERS = ("torchrun", "accelerate", "python", "python3", "lockstep", "srun")
+"""By launcher, the options without a value; any other takes the next word as its value."""
+SHELLS = ("bash", "sh", "zsh", "dash")
+LAUNCHERS = ("torchrun", "accelerate", "python", "python3", "lockstep", "srun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +104,20 @@ def _read(
     if name == "lockstep":
         return _read_lockstep(words[1:], num_gpus)
     if name == "torchrun":
-        return _read_torchrun("torchrun", words[1:], num_gpus)
+        return _read_torchrun(name, words[1:], num_gpus)
     if name == "accelerate" and words[1:2] == ["launch"]:
         return _read_accelerate(words[2:], env, folder, num_gpus)
     if name == "srun":
         return _read_srun(words[1:], env, folder, num_gpus)
     if name == "sbatch":
         return _read_sbatch(words[1:], folder)
-    if name in _SHELLS or name.endswith(".sh"):
+    if name in SHELLS or name.endswith(".sh"):
         return _read_shell(words, env, folder, num_gpus)
     if re.fullmatch(r"python[0-9.]*", name):
         return _read_python(words[1:], env, num_gpus)
     raise ConfigError(
         f"{name!r} is no launcher that is known here",
-        "python, torchrun, accelerate launch, lockstep run, srun, sbatch or a shell script",
+        "use python, torchrun, accelerate launch, lockstep run, srun, sbatch or a shell script",
     )
 
 
@@ -129,7 +130,7 @@ def _find_program(program: str, env: Mapping[str, str], folder: Path) -> str:
                 f"there is no file {plain(program)} in {folder}", "pass its path from here"
             )
         if shutil.which(str(path.absolute())) is None:
-            raise LaunchError(f"{program} may not be executed", f"chmod +x {program}")
+            raise LaunchError(f"{program} may not be executed", f"run chmod +x {program}")
         return ""
     # `lockstep` is there, since this is it, by whatever path it was called.
     if program == "lockstep" or shutil.which(program, path=env.get("PATH")):
@@ -143,10 +144,10 @@ def _find_program(program: str, env: Mapping[str, str], folder: Path) -> str:
 def _options(launcher: str, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Split a launcher's own options from the command it runs.
 
-    >>> _options("torchrun", ["--standalone", "--nproc-per-node", "2", "t.py", "--x"])
-    ({'standalone': '', 'nproc_per_node': '2'}, ['t.py', '--x'])
+    >>> _options("srun", ["--exclusive", "--ntasks-per-node", "2", "-n8", "t.py", "--x"])
+    ({'exclusive': '', 'ntasks_per_node': '2', 'n': '8'}, ['t.py', '--x'])
     """
-    alone = {word.replace("-", "_") for word in _ALONE.get(launcher, "").split()}
+    flags = FLAGS[launcher].replace("-", "_").split()
     found: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
@@ -154,8 +155,8 @@ def _options(launcher: str, words: Sequence[str]) -> tuple[dict[str, str], list[
         option, equals, value = word.lstrip("-").partition("=")
         option = option.replace("-", "_")
         if not word.startswith("--") and re.fullmatch(r"[nNJpt][0-9]+", option):
-            option, equals, value = option[0], "=", option[1:]  # srun -n8
-        if equals or option in alone:
+            option, equals, value = option[0], "=", option[1:]  # -n8
+        if equals or option in flags:
             found[option] = value
         else:
             found[option] = rest.pop(0) if rest else ""
@@ -185,29 +186,52 @@ def _port(text: str, what: str) -> int:
     return number
 
 
-def _script(rest: Sequence[str], is_module: bool) -> tuple[str, ...]:
+def _script(rest: Sequence[str], is_module: object) -> tuple[str, ...]:
     if not rest:
-        raise LaunchError("the command names no script", "train.py, or -m MODULE")
+        raise LaunchError("the command names no script", "add train.py, or -m MODULE")
     return ("-m", *rest) if is_module else tuple(rest)
 
 
 def _read_torchrun(launcher: str, words: Sequence[str], num_gpus: int) -> Command:
-    options, rest = _options("torchrun", words)
-    asked, cores = options.get("nproc_per_node", "1"), os.cpu_count() or 1
+    args, cores = _torchrun_options(words), os.cpu_count() or 1
     counts = {"gpu": num_gpus, "cpu": cores, "auto": num_gpus or cores}
-    num = _count(str(counts.get(asked, asked)), "--nproc_per_node")
-    nodes = _count(options.get("nnodes", "1").split(":")[-1], "--nnodes")
-    head = options.get("master_addr", "localhost")
-    port: int | None = _port(options.get("master_port", str(DEFAULT_PORT)), "--master_port")
-    if endpoint := options.get("rdzv_endpoint"):
-        head, _, at = endpoint.partition(":")
-        port = _port(at or str(DEFAULT_PORT), "--rdzv_endpoint")
-    if "standalone" in options or port == 0:
+    num = _count(str(counts.get(args.nproc_per_node, args.nproc_per_node)), "--nproc_per_node")
+    nodes = _count(args.nnodes.split(":")[-1], "--nnodes")
+    head, at, option = args.master_addr, args.master_port, "--master_port"
+    if args.rdzv_endpoint:
+        head, _, at = args.rdzv_endpoint.partition(":")
+        option = "--rdzv_endpoint"
+    port: int | None = _port(str(at or DEFAULT_PORT), option)
+    if args.standalone or port == 0:
         port = None
-    script = _script(rest, "m" in options or "module" in options)
-    if options.get("use_env") is None and launcher == "torch.distributed.launch":
-        script = (*script[:1], "--local-rank=0", *script[1:]) if script[0] != "-m" else script
+    script = _script([args.training_script, *args.training_script_args], args.module)
+    if launcher == "torch.distributed.launch" and not (args.use_env or args.module):
+        script = (script[0], "--local-rank=0", *script[1:])
     return Command(launcher, script, num, nodes, head, port)
+
+
+def _torchrun_options(words: Sequence[str]) -> Namespace:
+    """Parse the options of torchrun, or of torch.distributed.launch, with torch's own parser."""
+    try:
+        from torch.distributed.run import get_args_parser
+    except ImportError as error:
+        raise LaunchError(f"torch cannot be imported: {error}", "install torch") from error
+    parser = get_args_parser()
+    parser.add_argument("--use-env", "--use_env", action="store_true")
+    return _parse(parser, "torchrun", words)
+
+
+def _parse(parser: ArgumentParser, launcher: str, words: Sequence[str]) -> Namespace:
+    """Parse a launcher's options with its own parser; the script is the first positional word."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            return parser.parse_args(list(words))
+    except SystemExit:
+        problem = said.getvalue().strip().rpartition("error: ")[2]
+    if "training_script" in problem:
+        _script([], is_module=False)
+    raise LaunchError(f"{launcher} refuses its options: {problem:.200}", "correct the command")
 
 
 def _read_python(words: Sequence[str], env: Mapping[str, str], num_gpus: int) -> Command:
@@ -234,14 +258,16 @@ def _read_python(words: Sequence[str], env: Mapping[str, str], num_gpus: int) ->
 def _read_lockstep(words: Sequence[str], num_gpus: int) -> Command:
     verb, rest = (words[0] if words else ""), list(words[1:])
     if verb == "launch":
-        options, script = _options("lockstep", rest)
+        options, script = _options("lockstep launch", rest)
         nodes = _count(options.get("nodes", "1"), "--nodes")
         head, _, at = options.get("head", "localhost").partition(":")
         port = _port(at or "0", "--head") if nodes > 1 else None
         num = _count(options.get("gpus", "all"), "--gpus", num_gpus)
         return Command("lockstep", _script(script, "m" in options), num, nodes, head, port)
     if verb != "run":
-        raise ConfigError(f"`lockstep {verb}` does not train", "lockstep run or lockstep launch")
+        raise ConfigError(
+            f"`lockstep {verb}` does not train", "use lockstep run or lockstep launch"
+        )
     gpus, own = "1", []
     while rest:
         word = rest.pop(0)
@@ -252,10 +278,9 @@ def _read_lockstep(words: Sequence[str], num_gpus: int) -> Command:
         else:
             own.append(word)
     recipe = own.pop(0) if own and not own[0].startswith("-") else ""
-    from lockstep.cli.run import recipe_names
-
     if recipe not in recipe_names():
-        raise ConfigError(f"there is no recipe {recipe!r}", f"one of {', '.join(recipe_names())}")
+        known = ", ".join(recipe_names())
+        raise ConfigError(f"there is no recipe {recipe!r}", f"use one of {known}")
     num = _count(gpus, "--gpus", num_gpus)
     return Command("lockstep", ("-m", f"lockstep_recipes.{recipe}", *own), num)
 
@@ -263,33 +288,39 @@ def _read_lockstep(words: Sequence[str], num_gpus: int) -> Command:
 def _read_accelerate(
     words: Sequence[str], env: Mapping[str, str], folder: Path, num_gpus: int
 ) -> Command:
-    options, rest = _options("accelerate", words)
+    try:
+        from accelerate.commands.launch import launch_command_parser
+    except ImportError as error:
+        problem = f"accelerate cannot be imported: {error}"
+        raise LaunchError(problem, "install accelerate") from error
+    options = _parse(launch_command_parser(), "accelerate", words)
     settings: dict[str, Any] = {}
-    if path := options.get("config_file"):
+    if path := options.config_file:
         settings = read_yaml_file(folder / path, "write the file with `accelerate config`")
         if "distributed_type" not in settings:
             raise ConfigError(
                 f"{path} has no distributed_type, and accelerate refuses it",
-                "distributed_type: MULTI_GPU",
+                "add distributed_type: MULTI_GPU",
             )
         if settings.get("mixed_precision") is False:
             raise ConfigError(
                 f"{path}: a bare `no` is false to YAML, and accelerate ends in a traceback",
-                "mixed_precision: 'no'",
+                "write mixed_precision: 'no'",
             )
 
-    def say(name: str, default: object) -> str:
-        return str(options.get(name, settings.get(name, default)))
+    def option(name: str, default: object) -> str:
+        given = getattr(options, name)
+        return str(settings.get(name, default) if given is None else given)
 
-    nodes = _count(say("num_machines", 1), "--num_machines")
-    total = _count(say("num_processes", max(1, num_gpus)), "--num_processes")
+    nodes = _count(option("num_machines", 1), "--num_machines")
+    total = _count(option("num_processes", max(1, num_gpus)), "--num_processes")
     remarks = []
-    if "cpu" in options and total > 1 and "multi_cpu" not in options:
+    if options.cpu and total > 1:
         remarks.append("`accelerate launch --cpu` starts one process, whatever num_processes says")
         total = 1
-    port = _port(say("main_process_port", DEFAULT_PORT), "--main_process_port")
-    script = _script(rest, "m" in options or "module" in options)
-    head = say("main_process_ip", "localhost")
+    port = _port(option("main_process_port", DEFAULT_PORT), "--main_process_port")
+    script = _script([options.training_script, *options.training_script_args], options.module)
+    head = option("main_process_ip", "localhost")
     here = max(1, total // nodes)
     is_alone = total == 1
     return Command(
@@ -352,7 +383,7 @@ def batch_options(text: str) -> dict[str, str]:
     return found
 
 
-_SHIM = """#!/bin/sh
+STAND_IN = """#!/bin/sh
 { printf '%s\\0' "$PWD" "$(basename "$0")"; [ $# -eq 0 ] || printf '%s\\0' "$@"; } > "FOLDER/words"
 env -0 > "FOLDER/env"
 """
@@ -365,7 +396,7 @@ def _read_shell(
 
     The script itself runs: what it does before it trains, it does.
     """
-    scripts = [word for word in words[:3] if not word.startswith("-") and word not in _SHELLS]
+    scripts = [word for word in words[:3] if not word.startswith("-") and word not in SHELLS]
     path = folder / (scripts[0] if scripts else "")
     if not scripts or not os.path.isfile(path):
         name = shown(scripts[0] if scripts else "")
@@ -374,11 +405,11 @@ def _read_shell(
     by_path = re.search(r"\S*/(?:python[0-9.]*|torchrun|accelerate|lockstep)\s", text)
     if by_path or not re.search(r"\b(?:python3?|torchrun|accelerate|lockstep)\b", text):
         found = f"calls {by_path.group().strip()} by its path" if by_path else "starts no launcher"
-        raise ConfigError(f"{path.name} {found}: not looked into", "the command inside it")
+        raise ConfigError(f"{path.name} {found}: not checked", "pass the command inside it")
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as made:
-        for name in _LAUNCHERS:
+        for name in LAUNCHERS:
             shim = Path(made) / name
-            shim.write_text(_SHIM.replace("FOLDER", made))
+            shim.write_text(STAND_IN.replace("FOLDER", made))
             shim.chmod(0o755)
         shimmed = {**env, "PATH": f"{made}:{env.get('PATH', '/usr/bin:/bin')}"}
         try:
@@ -393,7 +424,7 @@ def _read_shell(
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise LaunchError(f"{path.name}: {error}", "the command inside it") from None
+            raise LaunchError(f"{path.name}: {error}", "pass the command inside it") from None
         record = Path(made) / "words"
         if not record.exists():
             said = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]

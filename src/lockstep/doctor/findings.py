@@ -1,50 +1,57 @@
-"""What was found out about a job, as plain numbers: the probe writes them, the checks read them.
+"""What a trial of a job found, as plain numbers: its ranks write them, the checks read them.
 
-Owns: the fields, and the file that carries them from one process to the other. It is
-written anew after every stage, so that a probe that is killed has said how far it came.
+Owns: the fields, and the file that carries them from one process to another. Each rank writes its
+file again at every phase, so that a rank that is killed has said how far it came.
 """
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-STAGES: tuple[str, ...] = (
+PHASES: tuple[str, ...] = (
     "script",
     "folder",
-    "data",
     "resume",
+    "data",
     "contract",
-    "samples",
     "model",
+    "samples",
     "loader",
     "step",
     "save",
 )
-"""In this order the probe looks; what fails at one leaves the later ones unseen."""
+"""The phases of a trial, in order. A trial ends at the first that fails, except `folder`."""
 
 
 @dataclass
 class Findings:
-    """Everything the probe saw. What it did not come to keeps its default."""
+    """What one rank found. What it did not come to keeps its default."""
 
-    stage: str = "script"
-    """What was being looked at last."""
-    seen: list[str] = field(default_factory=list)
-    """Stages that were looked at and are sound."""
+    phase: str = "script"
+    """The phase that began last."""
+    passed: list[str] = field(default_factory=list)
+    """Phases that ended well."""
     problems: dict[str, list[str]] = field(default_factory=dict)
-    """By stage: what is wrong, and what to try."""
-    unseen: str = ""
-    """Why the job could not be looked into, where nothing is wrong with it."""
+    """By phase: what is wrong, and what to try."""
+    failed_at: float = 0.0
+    """When this rank failed, in seconds since the epoch."""
+    unchecked: str = ""
+    """Why the rest of the job was not checked, where nothing is wrong with it."""
     timed_out_s: float = 0.0
+    needs_group: bool = False
+    """Whether the job must be tried as several ranks."""
+    num_ranks: int = 1
+    """Ranks that were started for the trial."""
 
     task: str = ""
     device: str = "cpu"
     config: dict[str, Any] = field(default_factory=dict)
     output_dir: str = ""
     scratch: str = ""
-    """A folder of the probe's own, inside or above the output folder; it removes it."""
+    """The trial's own folder, inside or above the output folder; it is removed afterwards."""
     free_disk_bytes: int = 0
     file_system: str = ""
 
@@ -66,9 +73,10 @@ class Findings:
     num_parameters: int = 0
     num_trained: int = 0
     trained_bytes: int = 0
+    is_sharded: bool = False
 
     read_s: float = 0.0
-    """To read what one rank needs for one step, by itself."""
+    """To read one rank's samples of a step, without training."""
     num_batches_read: int = 0
     batch_bytes: int = 0
     """Of one micro-batch."""
@@ -78,23 +86,48 @@ class Findings:
     num_steps: int = 0
     loss: str = ""
     memory_bytes: int = 0
-    """The most one rank held, its loader's workers included where it is host memory."""
+    """The peak of one rank, its loader's workers included where it is host memory."""
+    state_bytes: int = 0
+    """Of that, what the rank holds of weights, gradients and optimizer state."""
     free_memory_bytes: int = 0
-    """On its device, before it began."""
+    """On its device, before the trial."""
 
     checkpoint_bytes: int = 0
     save_s: float = 0.0
 
     def write(self, path: Path) -> None:
-        """Put all of it into a file, in one rename."""
+        """Write all fields to a file, in one rename."""
         fresh = path.with_suffix(".new")
         fresh.write_text(json.dumps(asdict(self)))
         os.replace(fresh, path)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` wrote; nothing at all if it wrote nothing."""
+        """Read what `write` wrote; the defaults if it wrote nothing."""
         try:
             return cls(**json.loads(path.read_text()))
         except (OSError, ValueError):
             return cls()
+
+    @classmethod
+    def merged(cls, ranks: "Sequence[Self]") -> Self:
+        """Return rank 0's findings, with the first failure of any rank and the largest peak."""
+        first, peak = ranks[0], max(ranks, key=lambda found: found.memory_bytes)
+        failed = [found for found in ranks if found.failed_at]
+        own = min(failed, key=lambda found: found.failed_at, default=first)
+        folder = {phase: said for phase, said in first.problems.items() if phase == "folder"}
+        return replace(
+            first,
+            phase=own.phase,
+            passed=[phase for phase in first.passed if phase not in own.problems],
+            problems=folder | own.problems,
+            failed_at=own.failed_at,
+            memory_bytes=peak.memory_bytes,
+            state_bytes=peak.state_bytes,
+            save_s=max(found.save_s for found in ranks),
+        )
+
+
+def findings_file(folder: Path, rank: int) -> Path:
+    """Return where a rank of a trial in `folder` writes its findings."""
+    return folder / f"findings_{rank}.json"

@@ -61,14 +61,14 @@ def grace_time(
     until = _time_limit(options.get("time", options.get("t", "")))
     seconds: float = kill_wait
     source = f"KillWait {kill_wait:.0f} s{known}, no --signal"
-    fix = "#SBATCH --signal=TERM@"
+    fix = "write #SBATCH --signal=TERM@"
     needed = MARGIN_S + (found.step_s + found.save_s if found else 0)
     if asked := options.get("signal"):
         source = f"--signal={plain(asked)}"
         option = parse_signal(asked)
         if option is None:
             says = f"{source} is not a signal and a time that SLURM understands"
-            return fail(name, says, f"write {fix}120")
+            return fail(name, says, f"{fix}120")
         to_shell, heard, seconds = option.to_shell, option.name, option.seconds
         if heard not in HEARD:
             says = f"{source}: a run saves on {', '.join(HEARD)}; this one just ends it"
@@ -76,13 +76,15 @@ def grace_time(
         launcher = command.launcher if command else ""
         if heard == "USR1" and launcher in ("torchrun", "torch.distributed.launch", "accelerate"):
             says = f"{source}: {launcher} is ended by USR1 and takes its ranks along"
-            return fail(name, says, f"{fix}{seconds:.0f}, or lockstep launch, which passes it on")
+            return fail(
+                name, says, f"{fix}{seconds:.0f}, or use lockstep launch, which passes it on"
+            )
         if to_shell and "trap" not in script:
             says = f"{source} reaches the batch shell alone, which does not pass it on"
             return fail(name, says, f"{fix}{seconds:.0f}, without B:")
         if not to_shell and script and not re.search(r"^[^#\n]*\bsrun\b", script, re.MULTILINE):
             says = f"{source} reaches what srun started, and the script has no srun"
-            return warn(name, says, "srun before the command")
+            return warn(name, says, "write srun before the command")
     if found is None or not found.save_s:
         return ok(name, f"{until}{seconds:.0f} s to save ({source}); the save was not measured")
     parts = f"{seconds_text(found.step_s)} for a step, {seconds_text(found.save_s)} for a save"

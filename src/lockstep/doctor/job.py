@@ -1,6 +1,6 @@
-"""Checks of the job about to run, from what the probe found: each a function of `Findings`.
+"""Checks of the job about to run: each is a function of what its trial found.
 
-Owns: what is enough room, memory, speed. Does not own: measuring; `probe.py` did.
+Owns: what is enough room, memory, speed. Does not own: measuring (`callback.py`).
 """
 
 import importlib.util
@@ -9,63 +9,68 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lockstep.doctor.command import Command
-from lockstep.doctor.findings import STAGES, Findings
+from lockstep.doctor.findings import PHASES, Findings
 from lockstep.doctor.report import Result, bytes_text, fail, ok, seconds_text, skip, warn
 
 TIGHT_SHARE = 0.9
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "9p", "afs")
 OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory", "MemoryError", "out of memory")
-STAGE_WORDS = {
+PHASE_NOUNS = {
     "script": "the script",
     "folder": "the output folder",
+    "resume": "the checkpoint",
     "data": "the data",
-    "resume": "the checkpoint to go on from",
     "contract": "the batch",
-    "samples": "the samples",
     "model": "the model",
+    "samples": "a sample",
     "loader": "the loader",
     "step": "a step",
     "save": "a save",
 }
-SMALLER_BATCH = "half the batch_size with twice the accumulation, or mixed precision"
+SMALLER_BATCH = "halve batch_size and double accumulate, or use mixed precision"
+LONGER = "pass a longer --seconds, or try a smaller job"
+TRACEBACK = "run the command by itself to see the traceback"
 
 
-def _unseen(name: str, stage: str, found: Findings) -> Result | None:
-    """Return what to say where the probe did not finish `stage`; None where it did."""
-    if stage in found.seen:
+def _unfinished(name: str, phase: str, found: Findings) -> Result | None:
+    """Return why the trial did not finish `phase`; None if it did."""
+    if phase in found.passed:
         return None
-    if found.unseen:
-        return skip(name, found.unseen)
-    before = [s for s in STAGES[: STAGES.index(stage)] if s in found.problems and s != "folder"]
-    if before:
-        return skip(name, f"not reached: {STAGE_WORDS[before[-1]]} failed")
+    if found.unchecked:
+        return skip(name, found.unchecked)
+    failed = [p for p in PHASES if p in found.problems and p != "folder"]
+    if failed:
+        return skip(name, f"not reached: {PHASE_NOUNS[failed[-1]]} failed")
     if found.timed_out_s:
-        if found.stage != stage:
+        if found.phase != phase:
             return skip(name, f"not reached in {found.timed_out_s:.0f} s")
-        fix = "a longer --seconds, or a smaller job"
-        return fail(name, f"{STAGE_WORDS[stage]} took longer than {found.timed_out_s:.0f} s", fix)
-    return skip(name, "not looked into")
+        return fail(
+            name, f"{PHASE_NOUNS[phase]} took longer than {found.timed_out_s:.0f} s", LONGER
+        )
+    return skip(name, "not checked")
 
 
-def _problem(name: str, stage: str, found: Findings, fix: str) -> Result | None:
-    if stage in found.problems:
-        problem, remedy = found.problems[stage]
+def _problem(name: str, phase: str, found: Findings, fix: str) -> Result | None:
+    if phase in found.problems:
+        problem, remedy = found.problems[phase]
         return fail(name, problem, remedy or fix)
-    return _unseen(name, stage, found)
+    return _unfinished(name, phase, found)
 
 
 def script(command: Command, found: Findings) -> Result:
     """Does the script come as far as training?"""
+    name = "script"
     words = " ".join(command.script)
     said = f"{words[:60]}{'...' if len(words) > 60 else ''}"
     if "script" in found.problems:
         problem, remedy = found.problems["script"]
-        return fail("script", f"{said}: {problem}", remedy or "run it by hand to see all of it")
-    if found.unseen and not found.task:
-        return skip("script", f"{said}: {found.unseen}")
-    if found.stage == "script":
-        return fail("script", f"{said}: no call of fit in {found.timed_out_s:.0f} s", "--seconds")
-    return ok("script", f"{said} trains {found.task!r} on {found.device}")
+        return fail(name, f"{said}: {problem}", remedy or TRACEBACK)
+    if found.unchecked and not found.task:
+        return skip(name, f"{said}: {found.unchecked}")
+    if found.phase == "script":
+        return fail(name, f"{said}: no call of fit in {found.timed_out_s:.0f} s", LONGER)
+    ranks = f", tried as {found.num_ranks} ranks" if found.num_ranks > 1 else ""
+    return ok(name, f"{said} trains {found.task!r} on {found.device}{ranks}")
 
 
 def command_read(command: Command) -> Result:
@@ -74,9 +79,11 @@ def command_read(command: Command) -> Result:
     many = "process" if command.num_processes == 1 else "processes"
     says = f"{command.launcher}: {command.num_processes} {many}{nodes}"
     if command.launcher == "sbatch":
-        says = "an sbatch script: its SLURM options are looked at, the command inside is not"
+        says = "an sbatch script: its SLURM options are checked, the command inside is not"
     if command.remarks:
-        fix = "activate that environment, or torchrun in place of accelerate --cpu"
+        fix = "use torchrun in place of accelerate --cpu"
+        if "not on PATH" in command.remarks[-1]:
+            fix = "activate that environment"
         return warn("command", f"{says}; {'; '.join(command.remarks)}", fix)
     return ok("command", says)
 
@@ -84,58 +91,61 @@ def command_read(command: Command) -> Result:
 def data(found: Findings) -> Result:
     """Are the data there, and can every rank read what it needs first?"""
     name = "data"
-    for stage in ("data", "samples"):
-        if stage == "samples" and "contract" in found.problems:
-            break
-        if bad := _problem(name, stage, found, "the path in the command, from this folder"):
-            return bad
+    if bad := _problem(name, "data", found, "correct the path in the command"):
+        return bad
+    if "samples" in found.problems or (found.phase == "samples" and found.timed_out_s):
+        return _problem(name, "samples", found, "check the file of that sample") or skip(name, "")
+    if "samples" not in found.passed:
+        return ok(name, "opened; no sample was read")
     if found.is_stream:
         return ok(name, "a stream, read in the order it comes")
     held_out = f", {found.num_held_out} held out" if found.num_held_out else ""
-    read = f", the first of each of {found.samples_read} ranks read" if found.samples_read else ""
+    read = f", the first of each of {found.samples_read} ranks read"
     return ok(name, f"{found.num_samples} samples{held_out}{read}")
 
 
 def batch_and_rate(found: Findings, world_size: int) -> Result:
     """What will the batch and the learning rate be on so many ranks?"""
     name = "batch and rate"
-    if bad := _problem(name, "contract", found, "see lockstep plan"):
+    if bad := _problem(name, "contract", found, "run lockstep plan"):
         return bad
     rate = found.config.get("rate", {})
     says = "; ".join(found.contract)
     fixed = found.config.get("batch", {}).get("global_batch_size") or rate.get("reference_batch")
     if rate.get("lr_scaling") == "linear" and world_size > 1 and found.global_batch == fixed:
-        fix = "lr_scaling none, or a batch that grows with the ranks"
+        fix = "set lr_scaling=none, or let the batch grow with the ranks"
         return warn(name, f"{says}; the rate is scaled and the batch is not", fix)
     if found.warmup_steps > found.total_steps:
         says += f"; warm-up of {found.warmup_steps} steps outlasts the run of {found.total_steps}"
-        return warn(name, says, "a shorter warm-up")
+        return warn(name, says, "set a shorter warm-up")
     return ok(name, says)
 
 
 def resume(found: Findings) -> Result:
-    """Does it start anew, or go on, and from what?"""
-    if bad := _problem("resume", "resume", found, "another output_dir"):
+    """Does it start from scratch, or resume, and from what?"""
+    if bad := _problem("resume", "resume", found, "use another output_dir"):
         return bad
     if found.rejected:
-        says = f"goes on from {found.resumed_from}, past {'; '.join(found.rejected)}"
-        return warn("resume", says, "nothing, if that was a killed save")
+        says = f"resumes from {found.resumed_from}; fell back from {'; '.join(found.rejected)}"
+        fix = "leave it so if a save was killed; otherwise check the disk"
+        return warn("resume", says, fix)
     if found.resumed_from:
-        return ok("resume", f"goes on from {found.resumed_from}")
-    return ok("resume", f"starts anew in {found.output_dir}")
+        return ok("resume", f"resumes from {found.resumed_from}")
+    return ok("resume", f"starts from scratch in {found.output_dir}")
 
 
 def output_folder(found: Findings) -> Result:
-    """Can the run write, flush and rename where it will save, and has nobody else the folder?"""
+    """Can the run write, flush and rename where it will save, and does no other run use it?"""
     name = "output folder"
-    fix = "a folder you may write to (output_dir, save_dir)"
-    if found.stage == "script":
-        return _unseen(name, "folder", found) or skip(name, "not looked into")
+    fix = "use a folder you may write to (output_dir, save_dir)"
+    if found.phase == "script":
+        return _unfinished(name, "folder", found) or skip(name, "not checked")
     if bad := _problem(name, "folder", found, fix):
         return bad
     says = f"written, flushed and renamed on {found.file_system or 'its file system'}"
     if found.file_system.startswith(NETWORK_FILE_SYSTEMS):
-        return warn(name, f"{says}: a network file system", "one that all nodes share, with locks")
+        fix = "use one that all nodes share, with locks"
+        return warn(name, f"{says}: a network file system", fix)
     return ok(name, says)
 
 
@@ -158,7 +168,7 @@ def room(found: Findings) -> Result:
     name = "room"
     if "folder" in found.problems:
         return skip(name, "not measured: the output folder failed")
-    if bad := _problem(name, "save", found, "another output_dir"):
+    if bad := _problem(name, "save", found, "use another output_dir"):
         return bad
     kept, each = checkpoints_kept(found), found.checkpoint_bytes
     needed, free = kept * each, found.free_disk_bytes
@@ -169,47 +179,78 @@ def room(found: Findings) -> Result:
     )
     if needed > free:
         at = f": full after {free // each}" if each else ""
-        return fail(name, says + at, "a larger save_interval, a smaller keep_last, another disk")
+        fix = "save less often (save_interval), lower keep_last, or use another disk"
+        return fail(name, says + at, fix)
     if needed > TIGHT_SHARE * free:
-        return warn(name, says, "a larger save_interval, or make room")
+        return warn(name, says, "save less often (save_interval), or make room")
     return ok(name, says)
 
 
-def step(found: Findings) -> Result:
-    """Does one step work, and is its loss a number?"""
-    name = "step"
-    for stage in ("model", "step"):
-        problem = found.problems.get(stage, [""])[0]
+def _is_out_of_memory(found: Findings) -> str:
+    """Return the problem, if the model or a step does not fit in memory."""
+    for phase in ("model", "step"):
+        problem = found.problems.get(phase, [""])[0]
         if any(word in problem for word in OUT_OF_MEMORY):
-            return skip(name, "not finished: see memory")
-    stage = "model" if "model" in found.problems else "step"
-    if bad := _problem(name, stage, found, "run it by hand to see the traceback"):
+            return problem
+    return ""
+
+
+def step(found: Findings) -> Result:
+    """Does one step work, and is its loss finite?"""
+    name = "step"
+    if _is_out_of_memory(found):
+        return skip(name, "not finished: see memory")
+    phase = "model" if "model" in found.problems else "step"
+    if bad := _problem(name, phase, found, TRACEBACK):
         return bad
     trained = f"{found.num_trained:,} of {found.num_parameters:,} parameters trained"
-    says = f"{seconds_text(found.step_s)} on {found.device}, {trained}, loss {found.loss}"
+    took = "its first step" if found.unchecked else "a step"
+    shards = f", sharded over {found.num_ranks} ranks" if found.is_sharded else ""
+    says = (
+        f"{seconds_text(found.step_s)} on {found.device} for {took}{shards}, {trained}, "
+        f"loss {found.loss}"
+    )
     if found.loss in ("nan", "inf", "-inf"):
-        fix = "a lower rate, fp32, and a look at the samples"
-        return fail(name, f"{says}: not a number in {found.num_steps} steps", fix)
-    compiled = " (not compiled here)" if found.config.get("compile") else ""
-    return ok(name, says + compiled)
+        fix = "lower the learning rate, set precision=fp32, and check the samples"
+        return fail(name, f"{says}: non-finite after {found.num_steps} steps", fix)
+    return ok(name, says)
 
 
-def memory(found: Findings, num_processes: int, num_gpus: int = 0) -> Result:
+def memory_per_rank(found: Findings, world_size: int) -> int:
+    """Return what each rank of the job needs: a shard gets smaller with more ranks.
+
+    >>> memory_per_rank(Findings(memory_bytes=900, state_bytes=800), world_size=8)
+    900
+    >>> of_two = Findings(memory_bytes=900, state_bytes=800, is_sharded=True, num_ranks=2)
+    >>> memory_per_rank(of_two, world_size=8)
+    300
+    """
+    if not found.is_sharded or world_size <= found.num_ranks:
+        return found.memory_bytes
+    return found.memory_bytes - round(found.state_bytes * (1 - found.num_ranks / world_size))
+
+
+def memory(found: Findings, command: Command, num_gpus: int = 0) -> Result:
     """Does a step fit into what is free?"""
     name = "memory"
-    for stage in ("model", "step"):
-        problem = found.problems.get(stage, [""])[0]
-        if any(word in problem for word in OUT_OF_MEMORY):
-            has = f"{bytes_text(found.free_memory_bytes)} free on {found.device}"
-            return fail(name, f"{has}: {problem}", SMALLER_BATCH)
-    if "step" not in found.seen:
+    if problem := _is_out_of_memory(found):
+        has = f"{bytes_text(found.free_memory_bytes)} free on {found.device}"
+        return fail(name, f"{has}: {problem}", SMALLER_BATCH)
+    if "step" not in found.passed:
         if "step" in found.problems or "model" in found.problems:
             return skip(name, "not reached: a step failed")
-        return _unseen(name, "step", found) or skip(name, "not looked into")
-    sharing = num_processes if found.device == "cpu" else -(-num_processes // max(1, num_gpus))
-    needed, free = found.memory_bytes * sharing, found.free_memory_bytes
-    each = f"{sharing} x {bytes_text(found.memory_bytes)}" if sharing > 1 else bytes_text(needed)
+        return _unfinished(name, "step", found) or skip(name, "not checked")
+    here = command.num_processes
+    sharing = here if found.device == "cpu" else -(-here // max(1, num_gpus))
+    per_rank = memory_per_rank(found, command.world_size)
+    needed, free = per_rank * sharing, found.free_memory_bytes
+    each = f"{sharing} x {bytes_text(per_rank)}" if sharing > 1 else bytes_text(needed)
     says = f"a step needs {each}, {bytes_text(free)} free on {found.device}"
+    if found.is_sharded:
+        shard = round(found.state_bytes * found.num_ranks / command.world_size)
+        says += f"; {bytes_text(shard)} of it is a shard of 1/{command.world_size}"
+    if found.is_sharded and command.world_size > found.num_ranks:
+        says += f", estimated from {found.num_ranks} ranks"
     if needed > free:
         return fail(name, says, SMALLER_BATCH)
     if needed > TIGHT_SHARE * free:
@@ -220,9 +261,9 @@ def memory(found: Findings, num_processes: int, num_gpus: int = 0) -> Result:
 def loader_speed(found: Findings, num_processes: int, num_cores: int | None = None) -> Result:
     """Does reading keep up with the steps?"""
     name = "loader"
-    if bad := _problem(name, "loader", found, "run it by hand to see the traceback"):
+    if bad := _problem(name, "loader", found, TRACEBACK):
         return bad
-    if "step" not in found.seen:
+    if "step" not in found.passed:
         return skip(name, f"{seconds_text(found.read_s)} to read a step, with no step to compare")
     cores = num_cores or os.cpu_count() or 1
     workers = found.config.get("loader", {}).get("num_workers", 0)
@@ -237,24 +278,25 @@ def loader_speed(found: Findings, num_processes: int, num_cores: int | None = No
         f"{workers} workers read a step in {seconds_text(found.read_s)}{crowd}, "
         f"a step takes {seconds_text(found.step_s)}"
     )
-    more = f"num_workers={min(8, max(1, cores // max(1, num_processes)))}, or cheaper samples"
+    enough = min(8, max(1, cores // max(1, num_processes)))
+    fix = f"set num_workers={enough}, or make samples cheaper to read"
     slows = read > found.step_s or (not workers and read > 0.2 * found.step_s)
     if slows and read > found.step_s:
-        return warn(name, f"{says}: reading limits", more)
+        return warn(name, f"{says}: reading limits", fix)
     if slows:
-        return warn(name, f"{says}: without workers they take turns", more)
+        return warn(name, f"{says}: without workers they take turns", fix)
     return ok(name, f"{says}: the step limits")
 
 
 def workers(found: Findings, num_processes: int, num_cores: int | None = None) -> Result:
     """Are there cores for all the loader's workers?"""
     if not found.config:
-        return _unseen("workers", "contract", found) or skip("workers", "not looked into")
+        return _unfinished("workers", "contract", found) or skip("workers", "not checked")
     cores = num_cores or os.cpu_count() or 1
     each = found.config.get("loader", {}).get("num_workers", 0)
     says = f"{num_processes} x {each} loader workers on {cores} cores"
     if num_processes * each > cores:
-        fix = f"num_workers={max(1, cores // num_processes)}"
+        fix = f"set num_workers={max(1, cores // num_processes)}"
         return warn("workers", says, fix)
     return ok("workers", says)
 
@@ -264,8 +306,8 @@ def communication(found: Findings, facts: Mapping[str, object], world_size: int)
     name = "communication"
     if world_size == 1:
         return skip(name, "one rank exchanges nothing")
-    if "step" not in found.seen:
-        return _unseen(name, "step", found) or skip(name, "no step to compare with")
+    if "step" not in found.passed:
+        return _unfinished(name, "step", found) or skip(name, "no step to compare with")
     total = facts.get("sum")
     if not isinstance(total, dict):
         return skip(name, "the all-reduce was not measured")
@@ -275,7 +317,7 @@ def communication(found: Findings, facts: Mapping[str, object], world_size: int)
         f"a step {seconds_text(found.step_s)}"
     )
     if seconds > found.step_s:
-        fix = "a larger batch_size or more accumulation: so many ranks are not faster"
+        fix = "raise batch_size or accumulate: otherwise this many ranks are not faster"
         return warn(name, says, fix)
     return ok(name, says)
 
@@ -286,7 +328,7 @@ def sinks(
     """Are the trackers there that the job writes to?"""
     name = "trackers"
     if not found.config:
-        return _unseen(name, "contract", found) or skip(name, "not looked into")
+        return _unfinished(name, "contract", found) or skip(name, "not checked")
     find = is_there or importlib.util.find_spec
     asked = found.config.get("sinks", {})
     wanted = [n for n in ("tensorboard", "wandb") if asked.get(n)]
@@ -294,11 +336,11 @@ def sinks(
         return skip(name, "neither TensorBoard nor W&B is asked for")
     missing = [n for n in wanted if not find(n)]
     if missing:
-        fix = f"pip install {' '.join(missing)}; the run goes on without"
+        fix = f"run pip install {' '.join(missing)}; the run also works without"
         return warn(name, f"asked for, not installed: {', '.join(missing)}", fix)
     offline = env.get("WANDB_MODE") in ("offline", "disabled")
     has_key = "WANDB_API_KEY" in env or (Path(env.get("HOME", "/")) / ".netrc").exists()
     if "wandb" in wanted and not offline and not has_key:
-        fix = "export WANDB_API_KEY=..., or WANDB_MODE=offline"
+        fix = "set WANDB_API_KEY, or WANDB_MODE=offline"
         return warn(name, "W&B is asked for, and no key is set", fix)
     return ok(name, f"{' and '.join(wanted)} installed; the first rank alone writes")

@@ -119,7 +119,7 @@ def gpus(driver: Driver, env: Mapping[str, str], num_processes: int = 0) -> Resu
         return fail(
             "gpus",
             f"CUDA_VISIBLE_DEVICES={wanted} names GPUs that are not there: {len(driver.gpus)} are",
-            f"CUDA_VISIBLE_DEVICES={','.join(str(g.index) for g in driver.gpus)}",
+            f"set CUDA_VISIBLE_DEVICES={','.join(str(g.index) for g in driver.gpus)}",
         )
     if not seen:
         why = f"CUDA_VISIBLE_DEVICES={wanted!r} hides all {len(driver.gpus)}"
@@ -130,12 +130,14 @@ def gpus(driver: Driver, env: Mapping[str, str], num_processes: int = 0) -> Resu
         return warn(
             "gpus",
             f"{num_processes} processes share {listed}: gloo through host memory, not NCCL",
-            f"{len(seen)} processes",
+            f"start {len(seen)} processes",
         )
     errors = {gpu.index: gpu.ecc_errors for gpu in seen if gpu.ecc_errors}
     if errors:
         told = ", ".join(f"GPU {index}: {count}" for index, count in errors.items())
-        return fail("gpus", f"uncorrected memory errors: {told}", "nvidia-smi -r, or another GPU")
+        return fail(
+            "gpus", f"uncorrected memory errors: {told}", "run nvidia-smi -r, or use another GPU"
+        )
     return ok("gpus", listed)
 
 
@@ -162,7 +164,7 @@ def cuda_stack(driver: Driver, facts: Mapping[str, Any]) -> Result:
     """Do driver, CUDA, NCCL and torch fit together?"""
     name = "cuda"
     if "torch" not in facts:
-        return fail(name, f"torch cannot be imported: {facts.get('error', '')}", "make setup")
+        return fail(name, f"torch cannot be imported: {facts.get('error', '')}", "run make setup")
     version, built = facts["torch"], facts.get("cuda")
     if driver.problem or not driver.gpus:
         if not built:
@@ -173,22 +175,28 @@ def cuda_stack(driver: Driver, facts: Mapping[str, Any]) -> Result:
         return fail(
             name,
             f"{len(driver.gpus)} GPUs, but torch {version} is built for the CPU alone",
-            f"pip install torch with a CUDA of at most {newest}",
+            f"install a torch built for CUDA {newest} or older",
         )
     major, minor = (int(part) for part in str(built).split(".")[:2])
     says = f"torch {version} needs CUDA {built}, driver {driver.version} serves up to {newest}"
     if major > driver.cuda[0]:
-        return fail(name, says, f"a newer driver, or a torch built for CUDA {newest} or older")
+        return fail(
+            name, says, f"install a newer driver, or a torch built for CUDA {newest} or older"
+        )
     if not facts.get("num_visible"):
         return fail(
             name,
             f"torch {version} (CUDA {built}) sees none of {len(driver.gpus)} GPUs",
-            "python -c 'import torch; torch.cuda.init()' says why",
+            "run python -c 'import torch; torch.cuda.init()' to see why",
         )
     if not facts.get("nccl"):
-        return fail(name, f"torch {version} has no NCCL", "the torch of pypi.org or pytorch.org")
+        return fail(
+            name, f"torch {version} has no NCCL", "install torch from pypi.org or pytorch.org"
+        )
     if (major, minor) > driver.cuda:
-        return warn(name, f"{says} (same major version: works without new kernels)", "update it")
+        return warn(
+            name, f"{says} (same major version: works without new kernels)", "update the driver"
+        )
     return ok(
         name, f"driver {driver.version} (CUDA {newest}), torch {version}, NCCL {facts['nccl']}"
     )
@@ -219,13 +227,13 @@ def versions(
     if _numbers(python) < (3, 11):
         bad.insert(0, f"Python {python} (needs 3.11)")
     if bad:
-        return fail("versions", f"missing or too old: {', '.join(bad)}{remark}", "make setup")
+        return fail("versions", f"missing or too old: {', '.join(bad)}{remark}", "run make setup")
     has = f"Python {python}, torch {facts.get('torch', 'unknown')}"
     if missing_extras:
         has += f"; without {', '.join(missing_extras)}"
     elif wanted:
         has += ", every extra"
-    return warn("versions", has + remark, "pip install -e .") if remark else ok("versions", has)
+    return warn("versions", has + remark, "run pip install -e .") if remark else ok("versions", has)
 
 
 def _requirements(tree: Path = Path(__file__).parents[3]) -> tuple[Sequence[str], str]:
@@ -255,10 +263,12 @@ def shared_memory(
     try:
         space = os.statvfs(folder)
     except OSError as error:
-        return fail(name, f"{folder}: {error.strerror}", "mount a tmpfs there, or num_workers=0")
+        return fail(
+            name, f"{folder}: {error.strerror}", "mount a tmpfs there, or set num_workers=0"
+        )
     free = space.f_bavail * space.f_frsize
     has = f"{bytes_text(free)} free in {folder}"
-    fix = "docker run --shm-size=8g (or --ipc=host), or fewer workers (num_workers=0 needs none)"
+    fix = "pass docker run --shm-size=8g (or --ipc=host), or lower num_workers (0 needs none)"
     if found is None or not found.batch_bytes:
         if free < SMALL_SHM_BYTES:
             return warn(name, f"{has}: loader workers hand their batches over there", fix)
@@ -284,7 +294,7 @@ def open_files(found: Findings | None = None, limit: int | None = None) -> Resul
     needed = FILES_EACH_RANK + 8 * workers + in_flight
     says = f"{has}, about {needed} needed with {workers} workers"
     if limit != resource.RLIM_INFINITY and limit < needed:
-        return fail("open files", says, "ulimit -n 65536")
+        return fail("open files", says, "run ulimit -n 65536")
     if limit != resource.RLIM_INFINITY and limit < LOW_FILES:
-        return warn("open files", f"{says}; {LOW_FILES} is usual", "ulimit -n 65536")
+        return warn("open files", f"{says}; {LOW_FILES} is usual", "run ulimit -n 65536")
     return ok("open files", says)

@@ -15,6 +15,7 @@ from lockstep.dist.detect import collective_timeout_s, detect_launch
 from lockstep.doctor.command import DEFAULT_PORT, Command
 from lockstep.doctor.report import Result, bytes_text, fail, ok, seconds_text, skip, warn
 from lockstep.errors import LaunchError, shown
+from lockstep.harness.ranks import free_port
 from lockstep.text_input import whole_number
 
 SLOW_BYTES_S = {"gloo": 20 * 2**20, "cpu:gloo,cuda:nccl": 2**30}
@@ -90,7 +91,9 @@ def port_free(command: Command | None, env: Mapping[str, str]) -> Result:
             probe.listen()
         except OSError as error:
             says = f"port {port} is taken{_holder(port)} ({error.strerror})"
-            fix = f"--master_port={_free_port()}, torchrun --standalone, or lockstep launch"
+            fix = (
+                f"pass --master_port={free_port()}, or use torchrun --standalone or lockstep launch"
+            )
             return fail(name, says, fix) if is_certain else warn(name, says, fix)
     return ok(name, f"{port} is free")
 
@@ -103,12 +106,6 @@ def _holder(port: int) -> str:
                 process = psutil.Process(connection.pid)
                 return f" by process {connection.pid}: {' '.join(process.cmdline())[:80]}"
     return ""
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _is_here(head: str) -> bool:
@@ -152,7 +149,7 @@ def names_resolve(command: Command | None, env: Mapping[str, str]) -> Result:
         address = socket.getaddrinfo(host, None)[0][4][0]
     except OSError:
         says = f"this host's own name, {host}, does not resolve"
-        fix = f"127.0.0.1 {host} in /etc/hosts, or GLOO_SOCKET_IFNAME=eth0"
+        fix = f"add 127.0.0.1 {host} to /etc/hosts, or set GLOO_SOCKET_IFNAME=eth0"
         several = command is not None and command.num_nodes > 1
         return fail(name, says, fix) if several else warn(name, says, fix)
     up = [i for i, state in psutil.net_if_stats().items() if state.isup]
@@ -169,7 +166,10 @@ def sum_over_ranks(facts: Mapping[str, Any], earlier: Sequence[Result] = ()) -> 
         return skip(name, "not tried without torch")
     total = facts.get("sum")
     if total is None:
-        fix = "NCCL_DEBUG=INFO says where; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME another way"
+        fix = (
+            "set NCCL_DEBUG=INFO to see where it fails; set GLOO_SOCKET_IFNAME or "
+            "NCCL_SOCKET_IFNAME to use another interface"
+        )
         return fail(name, f"no sum came back: {facts.get('sum_error', 'no answer in time')}", fix)
     rate = total["num_bytes"] / total["seconds"]
     says = (
@@ -178,10 +178,14 @@ def sum_over_ranks(facts: Mapping[str, Any], earlier: Sequence[Result] = ()) -> 
         f"{bytes_text(rate)}/s"
     )
     if not total["is_right"]:
-        return fail(name, f"{says}, and the sum is wrong", "NCCL_P2P_DISABLE=1; check the GPUs")
+        return fail(
+            name, f"{says}, and the sum is wrong", "set NCCL_P2P_DISABLE=1, and check the GPUs"
+        )
     if rate < SLOW_BYTES_S.get(total["backend"], 0):
         return warn(
-            name, f"{says}: slow", "a machine that is idle; NCCL_DEBUG=INFO; nvidia-smi topo -m"
+            name,
+            f"{says}: slow",
+            "try an idle machine; set NCCL_DEBUG=INFO; look at nvidia-smi topo -m",
         )
     return ok(name, says)
 

@@ -44,6 +44,7 @@ class ExactReducer:
         self._last: Node | None = None
         self._buckets: list[Bucket] = []
         self.num_sent = 0
+        self.has_sent_all = False
         self.has_failed = True  # until a step begins
 
     def set_model(self, model: nn.Module) -> None:
@@ -155,7 +156,8 @@ class Bucket:
     @classmethod
     def of(cls, grads: GradBucket) -> "Bucket":
         """Read the argument of a communication hook, which has complex numbers as pairs."""
-        buffer, trained = grads.buffer(), grads.parameters()
+        buffer = grads.buffer()
+        trained = grads.parameters()
         offsets = [view.storage_offset() - buffer.storage_offset() for view in grads.gradients()]
         places = [(p, (p.shape, _strides(p), k)) for p, k in zip(trained, offsets, strict=True)]
         return cls(buffer.view(trained[0].dtype), places)

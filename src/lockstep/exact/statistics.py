@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.data.order import share
 from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError
-from lockstep.torch_compat.private import BATCH_NORMS, num_writes
+from lockstep.torch_compat.private import BATCH_NORMS, check_write_counter, num_writes
 
 
 class Statistics:
@@ -30,6 +30,8 @@ class Statistics:
         self._counts = [b for m in self._layers if (b := m.num_batches_tracked) is not None]
         known = {id(b) for b in (*self._values, *self._counts)}
         self._others = [(n, b) for n, b in model.named_buffers() if id(b) not in known]
+        if self._others:
+            check_write_counter()
         self._versions: list[int] = []
         self._before: Tensor | None = None
         self._updates: list[Tensor] = []

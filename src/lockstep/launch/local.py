@@ -14,13 +14,12 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
 from lockstep.dist.addresses import LOOPBACK, check_loopback, interface_towards
 from lockstep.errors import LaunchError, plain, shown
@@ -31,6 +30,8 @@ from lockstep.launch.worker import check_module, check_script, work
 from lockstep.text_input import LARGEST
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import LogsSpecs
+
     from lockstep.launch.agent import Agent
     from lockstep.launch.rendezvous import OneNodeRendezvous
 
@@ -132,19 +133,21 @@ def _run_ranks(
         forkserver.ensure_running()  # it imports torch while we do
 
     from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from lockstep.launch.rendezvous import OneNodeRendezvous, SeveralNodesRendezvous
 
-    _shorten_pauses()
     # The failing rank has said what is wrong; the agent's own table says it again, worse.
     for chatty in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     _check_gpus(command.num_processes)
     handler = OneNodeRendezvous() if membership is None else SeveralNodesRendezvous(membership)
-    agent = _build_agent(command, handler, stop)
+    others = range(1, command.num_processes)  # the first is heard as it is: `worker.keep_log`
+    logs = DefaultLogsSpecs(command.logs, redirects=dict.fromkeys(others, Std.ALL))
+    agent = _build_agent(command, handler, logs, stop)
     if command.logs is None:
-        stop.log_folder = agent._logs_specs.root_log_dir
+        stop.log_folder = logs.root_log_dir
     try:
         with _as_nobody():
             result = agent.run()
@@ -165,7 +168,7 @@ def _run_ranks(
     finally:
         handler.shutdown()
         if command.logs is None:
-            shutil.rmtree(agent._logs_specs.root_log_dir, ignore_errors=True)  # a temporary folder
+            shutil.rmtree(logs.root_log_dir, ignore_errors=True)  # a temporary folder
     return int(agent.exit_code) if result.is_failed() else 0
 
 
@@ -232,10 +235,9 @@ def _check_gpus(num_processes: int) -> None:
 
 
 def _build_agent(
-    command: LaunchRequest, handler: "OneNodeRendezvous", stop: StopRequest
+    command: LaunchRequest, handler: "OneNodeRendezvous", logs: "LogsSpecs", stop: StopRequest
 ) -> "Agent":
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
 
     from lockstep.launch.agent import Agent
 
@@ -248,39 +250,7 @@ def _build_agent(
         max_restarts=command.restarts,
         monitor_interval=MONITOR_S,
     )
-    others = range(1, command.num_processes)  # the first is heard as it is: `worker.keep_log`
-    logs = DefaultLogsSpecs(command.logs, tee=dict.fromkeys(others, Std.ALL))
     return Agent(spec, logs, stop=stop, wait_s=command.wait_s, start_method="forkserver")
-
-
-def _shorten_pauses() -> None:
-    """Have the agent copy the last lines of a rank at once: every restart waits for them."""
-    from torch.distributed.elastic.multiprocessing import tail_log
-
-    tail_log.tail_logfile = follow_log  # type: ignore[assignment]
-
-
-def follow_log(
-    header: str, file: str, dst: TextIO, finished: threading.Event, interval_sec: float, **_: Any
-) -> None:
-    """Copy the lines of a file as they come, until it is finished: then at once, not after a nap.
-
-    The agent's own sleeps between two looks, and every restart waits for two such naps.
-    """
-    line, is_last = "", False
-    while not os.path.exists(file):
-        if finished.wait(interval_sec):
-            return
-    with open(file, errors="replace") as lines:
-        while not is_last:
-            is_last = finished.wait(interval_sec)  # what was written before is read after
-            for piece in lines:
-                line += piece
-                if line.endswith("\n"):
-                    dst.write(header + line)
-                    line = ""
-    if line:
-        dst.write(f"{header}{line}\n")
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class Averages:
     def _swap_in(self, decay: float) -> list[Tensor | None]:
         """Put an average into the model; return the weights whose average has another dtype.
 
-        Other weights are kept in place of their average, which needs no more memory.
+        Other weights are exchanged with their average, which needs no more memory.
         """
         weights: list[Tensor | None] = []
         for source, copy in zip(self._sources, self.copies[decay], strict=True):

@@ -59,7 +59,7 @@ from lockstep.run.resume import (
 from lockstep.run.run import Run, versions
 from lockstep.run_files import refuse_link, refuse_shared, replace_text
 from lockstep.task import Task
-from lockstep.torch_compat.private import replay_graphs, replays_graphs
+from lockstep.torch_compat.private import check_scaler, replay_graphs, replays_graphs
 
 SAME_FILES = (
     "build the same data on every rank: take no seed from the rank or the clock, sort file lists, "
@@ -173,7 +173,8 @@ class _Builder:
 
     def find_checkpoint(self) -> None:
         """Choose the checkpoint to resume from, the same on every rank."""
-        world, store = self.world, self.store
+        world = self.world
+        store = self.store
         together(world, lambda: store.restore_replaced() if world.is_first else None)
         if world.all_max(int(launched().is_again))[0]:  # nodes count their restarts separately
             self.config = together(
@@ -224,7 +225,9 @@ class _Builder:
         self.store.generation = world.all_max(self.store.generation)[0]
 
     def _agree_on_contract(self) -> Contract:
-        task, config, checkpoint = self.task, self.config, self.checkpoint
+        task = self.task
+        config = self.config
+        checkpoint = self.checkpoint
         free = free_settings(checkpoint)
         changes = changed_settings(checkpoint, config, task.settings(), task.may_change, free)
         gathers = task.gathers and not config.exact
@@ -281,7 +284,9 @@ class _Builder:
         """
         if not self.world.is_first:
             return
-        folder, store, checkpoint = self.folder, self.store, self.checkpoint
+        folder = self.folder
+        store = self.store
+        checkpoint = self.checkpoint
         is_discarding = self.config.resume == "discard"
         holds_run = (folder / "config.json").exists()
         if is_discarding and not holds_run and (folder / "checkpoints").exists():
@@ -312,7 +317,9 @@ class _Builder:
 
     def build_model(self) -> None:
         """Build the model, on the device or sharded over ranks."""
-        task, config, world = self.task, self.config, self.world
+        task = self.task
+        config = self.config
+        world = self.world
         plan = self.contract.plan
         seed_all(config.seed, "weights")
         self.model = model = together(world, task.build_model)
@@ -330,7 +337,8 @@ class _Builder:
 
     def build_optimizer(self) -> None:
         """Build the optimizer, and choose the dtype to compute in."""
-        world, model = self.world, self.model
+        world = self.world
+        model = self.model
         self.optimizer = together(world, self._build_optimizer)
         check_same_optimizer(model, self.optimizer, world)
         self.dtype = choose_precision(self.config.precision, world.device)
@@ -348,7 +356,9 @@ class _Builder:
 
     def build_run(self) -> Run:
         """Put the parts together, restore them, compile and replicate the model."""
-        config, world, checkpoint = self.config, self.world, self.checkpoint
+        config = self.config
+        world = self.world
+        checkpoint = self.checkpoint
         run = self._put_together()
         if checkpoint is not None:
             together(world, lambda: run.restore(checkpoint))
@@ -364,8 +374,12 @@ class _Builder:
         return run
 
     def _put_together(self) -> Run:
-        config, model, kind = self.config, self.model, self.world.device.type
+        config = self.config
+        model = self.model
+        kind = self.world.device.type
         scaler = torch.amp.GradScaler(kind) if self.dtype == torch.float16 else None
+        if scaler:
+            check_scaler(scaler)
         autocast = None
         if self.dtype:
             # A cache of the cast weights would keep gathered shards until the end of a pass.

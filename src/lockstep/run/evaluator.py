@@ -75,7 +75,8 @@ class Evaluator:
         return metrics
 
     def _pass_over_held_out(self) -> dict[str, float]:
-        run, config = self.run, self.run.config
+        run = self.run
+        config = self.run.config
         return evaluate(
             run.task,
             unwrap(run.model),
@@ -91,8 +92,10 @@ class Evaluator:
 
     def _finish(self) -> dict[str, float]:
         """Return the metrics of `Task.finish_evaluation`, and log its pictures. Collective."""
-        run, model = self.run, unwrap(self.run.model)
-        step, folder = run.progress.step, run.config.output_dir
+        run = self.run
+        model = unwrap(self.run.model)
+        step = run.progress.step
+        folder = run.config.output_dir
         context = Context(
             run.world, run.config.seed, step, 0, training=False, stop_code=self.stop_code
         )
@@ -118,7 +121,8 @@ class Evaluator:
 
         The first rank decides, because a task's metrics may differ between ranks.
         """
-        progress, evaluation = self.run.progress, self.run.config.evaluation
+        progress = self.run.progress
+        evaluation = self.run.config.evaluation
         if not (evaluation.save_best and self.run.world.is_first):
             return False
         value = self.metrics.get(evaluation.best_metric)

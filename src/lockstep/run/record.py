@@ -59,7 +59,8 @@ class Record:
 
     def _open_console(self, stack: ExitStack, extra_lines: Sequence[str]) -> None:
         """Open console and sinks, and print the banner."""
-        run, config = self.run, self.run.config
+        run = self.run
+        config = self.run.config
         console = Console(run.loader.total_steps, log_file=config.sinks.log_file)
         stack.callback(console.close)
         sinks = Sinks(
@@ -105,7 +106,9 @@ class Record:
 
     def log(self, report: StepReport) -> None:
         """Write one line of numbers, all reduced over ranks. Collective."""
-        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
+        run = self.run
+        progress = self.run.progress
+        plan = self.run.contract.plan
         progress.sum_pending()  # waits for the device, so that the interval ends here
         timing = self.throughput.interval()
         own = torch.tensor([[*timing.values(), own_seconds(run.model), len(run.logged)]])
@@ -153,7 +156,9 @@ class Record:
 
     def close_epoch(self) -> None:
         """Log the samples of the epoch, and whether each was visited once. Collective."""
-        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
+        run = self.run
+        progress = self.run.progress
+        plan = self.run.contract.plan
         epoch = progress.consumed // plan.samples_per_epoch
         seen = self.sum_ledger()
         expected = Ledger.of_epoch(run.loader.order, plan, epoch - 1)
@@ -176,14 +181,16 @@ class Record:
 
 def banner(run: Run) -> list[str]:
     """Return the lines that a run prints before its first step."""
-    world, plan, rate = run.world, run.contract.plan, run.config.rate
+    world = run.world
+    plan = run.contract.plan
+    rate = run.config.rate
     total_steps = run.loader.total_steps
     by = world.launcher + (f", {world.backend}" if world.backend else "")
     lines = [f"lockstep: {run.task.name} on {world.size} x {world.device.type} (started by {by})"]
     lines += [*run.task.banner(world, run.contract), *run.contract.describe()]
     limit = run.config.max_grad_norm
     lines.append(f"Gradient clipping: {'none' if limit is None else f'at norm {limit:g}'}")
-    lines += [f"passed over {path}: {reason}" for path, reason in run.rejected]
+    lines += [f"skipped checkpoint {path}: {reason}" for path, reason in run.rejected]
     lines += [
         f"warning: the checkpoint holds the state of callback {name}, which this run does not have"
         for name in run.unclaimed_states

@@ -198,7 +198,7 @@ def describe_micro_batches(
 
 
 def _normalised(checkpoint: Checkpoint, plan: BatchPlan, model: nn.Module) -> tuple[int, int]:
-    """Return how many samples batch normalisation saw at a time, and sees now."""
+    """Return the number of samples that batch normalisation sees at a time, before and now."""
     if not has_batch_norm(model):
         return 0, 0
     was = _stored_contract(checkpoint).plan
@@ -278,7 +278,7 @@ def changed_data(
     """Return the changes of the data since the checkpoint."""
     before = checkpoint.meta.get("data", {}) if checkpoint else {}
     found = {name: differences(before.get(name, {}), prints[name], data[name]) for name in prints}
-    return [f"{name} data: {what}" for name, what in found.items() if what]
+    return [f"{name} data: {change}" for name, change in found.items() if change]
 
 
 def contract_or_refusal(

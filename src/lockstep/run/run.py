@@ -41,6 +41,8 @@ from lockstep.plan import Contract
 from lockstep.run.average import Averages
 from lockstep.run.progress import Progress
 from lockstep.run.saved_run import check_saved_run, load_progress
+from lockstep.step.train_step import TrainStep
+from lockstep.step.update import new_non_finite_flag
 from lockstep.task import Task
 
 
@@ -87,13 +89,26 @@ class Run:
     """Sum and number of the values that callbacks logged on this rank since the last log line."""
     stop_reason: str = ""
     """Why a callback of this rank asked the run to stop."""
+    stops_unsaved: bool = False
+    """Whether it asked to stop without a last checkpoint."""
     uses_task_loss: bool = False
     """Whether the trainer has taken a step with the task's own loss."""
     non_finite: Tensor | None = None
-    """On a GPU: the sticky non-finite flag of `train_step`."""
+    """On a GPU: the sticky flag of the trainer's own steps, once it has taken one."""
+    train_step: TrainStep | None = None
+    """Takes the trainer's own steps, with the model as it was last replicated."""
 
     def __post_init__(self) -> None:
         self.trained = TrainedParameters(unwrap(self.model), self.optimizer)
+
+    @property
+    def agrees_on_memory(self) -> bool:
+        """Whether ranks agree in each step that it fits into the memory of all of them."""
+        # A loss that compares samples changes with the size of micro-batches.
+        gathers = self.task.gathers and (self.world.size > 1 or not self.config.exact)
+        is_sharded = self.config.parallel == "fsdp"
+        communicates = self.world.size > 1 and (self.config.sync_batch_norm or is_sharded)
+        return self.config.on_out_of_memory == "halve" and not (gathers or communicates)
 
     @property
     def step(self) -> int:
@@ -106,9 +121,10 @@ class Run:
         total, num = self.logged.get(name, (0.0, 0))
         self.logged[name] = (total + number, num + 1)
 
-    def stop(self, reason: str) -> None:
-        """Ask for a clean stop after this step: saved, on all ranks, with exit code 0."""
+    def stop(self, reason: str, *, save: bool = True) -> None:
+        """Ask for a clean stop after this step, on all ranks, with exit code 0; saved, or not."""
         self.stop_reason = reason or "a callback asked for it"
+        self.stops_unsaved = not save
 
     def parts(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, by name."""
@@ -148,7 +164,8 @@ class Run:
         )
         parts = snapshot(self.parts(), self.world.is_first)
         if self.world.is_first:
-            plan, loader = self.contract.plan, self.loader
+            plan = self.contract.plan
+            loader = self.loader
             consumed = loader.consumed_before(step)
             epoch, into = divmod(consumed, plan.samples_per_epoch)
             ledger = Ledger.of_epoch(loader.order, plan, epoch, into)
@@ -179,6 +196,7 @@ class Run:
 
         Collective.
         """
+        self.train_step = None
         if unwrap(self.model) is not self.model:
             self.model = unwrap(self.model)
             gc.collect()  # an exception may keep the old replica, whose hooks would still run
@@ -188,6 +206,29 @@ class Run:
         pending = self.pending_optimizer
         num_groups = len(pending["param_groups"]) if pending else 0
         self.trained = TrainedParameters(unwrap(self.model), self.optimizer, num_groups)
+        self.train_step = self._build_step()
+
+    def _build_step(self) -> TrainStep:
+        config, device = self.config, self.world.device
+        flag = self.non_finite
+        if config.on_non_finite == "stop" and device.type == "cuda" and not self.scaler:
+            flag = new_non_finite_flag(device) if flag is None else flag
+        return TrainStep(
+            self.task.loss,
+            self.model,
+            self.optimizer,
+            self.world,
+            weights=self.task.weights,
+            seed=config.seed,
+            max_grad_norm=config.max_grad_norm,
+            autocast=self.autocast,
+            scaler=self.scaler,
+            exact_reducer=self.exact_reducer,
+            non_finite=flag,
+            agree_on_memory=self.agrees_on_memory,
+            trained=self.trained,
+            buffers_later=True,
+        )
 
     def update_trained(self) -> str:
         """Replicate the model for the parameters that are now trained. Collective.
@@ -211,7 +252,8 @@ class Run:
             )
         together(self.world, lambda: self._check_optimized(began))
         check_same_optimizer(unwrap(self.model), self.optimizer, self.world)
-        pending, groups = self.pending_optimizer, self.optimizer.param_groups
+        pending = self.pending_optimizer
+        groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         self.base_rates += rates[len(self.base_rates) :]
         if pending and len(groups) == len(pending["param_groups"]):
@@ -279,7 +321,7 @@ class Run:
             if not self.config.accept_changes:
                 changes = describe_changes(*differences(at_start, now))
                 raise ConfigError(
-                    f"this model does not train what the checkpoint's did: {changes}",
+                    f"this model does not train the checkpoint's parameters: {changes}",
                     "train the same parameters, or pass accept_changes=true",
                 )
             return

@@ -73,7 +73,8 @@ class Saver:
             ConfigError: on all ranks, after the save, if `Task.state` differs between ranks;
                 instead of the save, if weights or optimizer settings do.
         """
-        world, model = self.run.world, unwrap(self.run.model)
+        world = self.run.world
+        model = unwrap(self.run.model)
         difference = weights_difference({"": model}, {"": self.run.optimizer}, world)
         if difference:
             self._refuse_weights(difference)
@@ -145,7 +146,8 @@ class Saver:
 
     def _begin(self, share: Share, step: int, replace: bool) -> bool:
         """Make room for a sharded checkpoint; return False if the step has one. Collective."""
-        world, store = self.run.world, self.run.store
+        world = self.run.world
+        store = self.run.store
         needed = share.num_bytes * world.size  # shares have about the same size
         begun = together(world, lambda: world.is_first and store.begin(step, needed, replace))
         return bool(world.all_max(int(begun))[0])
@@ -195,7 +197,8 @@ class Saver:
 
     def _names(self, is_best: bool) -> list[str]:
         """Return the names of a checkpoint saved now, in addition to that of its step."""
-        progress, saving = self.run.progress, self.run.config.checkpoint
+        progress = self.run.progress
+        saving = self.run.config.checkpoint
         epochs, into_epoch = divmod(progress.consumed, self.run.contract.plan.samples_per_epoch)
         names = ["best_model.pt"] if is_best else []
         if not into_epoch and saving.name_epochs:

@@ -14,7 +14,6 @@ from lockstep.errors import CheckpointError, NonFiniteError
 from lockstep.observe.events import EventLog
 from lockstep.run.run import Run
 from lockstep.step.report import StepReport
-from lockstep.step.update import new_non_finite_flag
 
 MAX_SKIPPED = 10
 """A run with more non-finite steps than this stops, whatever its policy."""
@@ -37,15 +36,6 @@ class SkippedSteps:
         self.events = events
         self.num = 0
         self._buffers: list[Tensor] = []
-
-    def flag(self) -> Tensor | None:
-        """Return the flag for `train_step`, or None if the host checks every step."""
-        run, device = self.run, self.run.world.device
-        if run.config.on_non_finite == "stop" and device.type == "cuda" and not run.scaler:
-            run.non_finite = (
-                new_non_finite_flag(device) if run.non_finite is None else run.non_finite
-            )
-        return run.non_finite
 
     def keep_buffers(self) -> None:
         """Copy the running statistics, so that a skipped step can restore them."""

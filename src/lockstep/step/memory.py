@@ -20,15 +20,23 @@ Rows = tuple[list[Tensor], list[str]]
 """The result of a step's passes: a row of sums for each micro-batch, and the names of parts."""
 
 
-def fit_together(work: Callable[[], Rows], reduction: Reduction) -> Rows:
-    """Do `work`; if one rank runs out of memory or has a ConfigError, fail on all. Collective.
+def run_alone(passes: Callable[[], Rows], reduction: Reduction) -> Rows:
+    """Run the passes of this rank; an error in them is its own. Collective."""
+    rows, names = passes()
+    if reduction.world.size > 1:
+        compare_names(names, reduction.world)
+    return rows, names
+
+
+def run_together(passes: Callable[[], Rows], reduction: Reduction) -> Rows:
+    """Run the passes; if one rank runs out of memory or has a ConfigError, fail on all. Collective.
 
     A rank that failed first joins, with zeros, the exchanges that the others wait in. The ranks
     also compare the names of their parts.
     """
     problem: LockstepError | None = None
     try:
-        result = work()
+        result = passes()
     except ConfigError as error:
         problem = error
     except Exception as error:

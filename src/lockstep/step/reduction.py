@@ -14,15 +14,18 @@ from torch.optim import Optimizer
 
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.dist.collectives import Collectives
-from lockstep.dist.ddp import Replica, replica_of
+from lockstep.dist.ddp import Replica, replica_of, unwrap
 from lockstep.dist.fsdp import is_sharded, local_rows, sums_and_norm
 from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import ConfigError
+from lockstep.exact.contrastive import GatheredRows, LeafLoss, gather_rows
 from lockstep.exact.reducer import ExactReducer
 
 
 class Reduction:
     """A single rank, whose gradients and sums are those of the step."""
+
+    is_exact = False
 
     def __init__(self, model: nn.Module, world: Collectives) -> None:
         self.model = model
@@ -40,6 +43,10 @@ class Reduction:
 
     def start(self, batch: StepBatch) -> None:
         """Begin a step."""
+
+    def gather_rows(self, leaf_loss: LeafLoss, batch: StepBatch) -> list[GatheredRows]:
+        """Return exact mode's rows for a loss that compares samples of all ranks. Collective."""
+        return []
 
     def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> AbstractContextManager[object]:
         """Return the block for the forward and backward pass of a micro-batch."""
@@ -156,6 +163,8 @@ class ShardedReduction(Reduction):
 class ExactReduction(Reduction):
     """Exact mode: everything is added along one tree, the same for any number of ranks."""
 
+    is_exact = True
+
     def __init__(self, model: nn.Module, world: Collectives, exact_reducer: ExactReducer) -> None:
         super().__init__(model, world)
         self.num_averaged = 1
@@ -178,6 +187,12 @@ class ExactReduction(Reduction):
         if self.replica:
             self.replica.start(batch)
         self.exact_reducer.begin(batch.num_leaves)
+
+    def gather_rows(self, leaf_loss: LeafLoss, batch: StepBatch) -> list[GatheredRows]:
+        """Compute the rows of all ranks beforehand, one micro-batch at a time."""
+        if not self.exact_reducer.gathers:
+            return []
+        return gather_rows(leaf_loss, unwrap(self.model), batch, self.world)
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Iterator[None]:

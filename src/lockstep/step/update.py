@@ -10,19 +10,26 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
 from lockstep.step.report import StepReport
-from lockstep.torch_compat.private import foreach, overflow_flags, reads_flag, step_unless
+from lockstep.torch_compat.private import (
+    check_scaler,
+    foreach,
+    overflow_flags,
+    reads_flag,
+    step_unless,
+)
 
 
 class Update:
     """Checks the reduced loss and gradient on the host before the optimizer steps.
 
     Args:
-        flag: From `new_non_finite_flag`. The first non-finite step sets it to 1. Then no later
-            step changes the weights.
+        flag: From `new_non_finite_flag`. A non-finite step sets it to 1, and the next step to 0
+            again unless it is sticky: then no later step changes the weights.
     """
 
-    def __init__(self, flag: Tensor) -> None:
+    def __init__(self, flag: Tensor, is_sticky: bool) -> None:
         self.flag = flag
+        self.is_sticky = is_sticky
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the tensor to call `backward` on."""
@@ -36,7 +43,8 @@ class Update:
     ) -> None:
         """Divide the gradients by `divisor` and step; a non-finite step changes no weight."""
         divide(grads, divisor)
-        self.flag.copy_(torch.maximum(self.flag, report.finite.logical_not()))
+        non_finite = report.finite.logical_not()
+        self.flag.copy_(torch.maximum(self.flag, non_finite) if self.is_sticky else non_finite)
         self.step(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
@@ -57,7 +65,8 @@ class ScaledUpdate(Update):
     """Scales the loss for fp16; a step that overflows is skipped and the scale lowered."""
 
     def __init__(self, scaler: GradScaler, flag: Tensor) -> None:
-        super().__init__(flag)
+        super().__init__(flag, is_sticky=False)
+        check_scaler(scaler)
         self.scaler = scaler
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -83,12 +92,13 @@ class ScaledUpdate(Update):
 def choose_update(
     optimizer: Optimizer, device: torch.device, scaler: GradScaler | None, flag: Tensor | None
 ) -> Update:
-    """Return how to check for a non-finite step with this optimizer."""
+    """Return how to check for a non-finite step with this optimizer; a given flag is sticky."""
+    is_sticky = flag is not None
     flag = new_non_finite_flag(device) if flag is None else flag
     if scaler:
         return ScaledUpdate(scaler, flag)
     is_gated = device.type == "cuda" and reads_flag(optimizer)
-    return GatedUpdate(flag) if is_gated else Update(flag)
+    return (GatedUpdate if is_gated else Update)(flag, is_sticky)
 
 
 def new_non_finite_flag(device: torch.device) -> Tensor:

@@ -1,6 +1,6 @@
 """The settings file and flags of the atlas recipe, and their translation to a run config.
 
-Owns: the keys outside the sections model, data and loss, and what each means to the loop.
+Owns: the keys outside the sections model, data and loss, and their translation to a run config.
 Does not own: reading YAML. Every key has a default: the guide's own example sets only five.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lockstep.config import RunConfig
-from lockstep.dist.environment import is_rehearsal, launched, launched_rank
+from lockstep.dist.environment import is_rehearsal, launched_rank, planned_size
 from lockstep.parse import parse_model, parse_override
 from lockstep_recipes.atlas.data import DataConfig
 from lockstep_recipes.atlas.model import ModelConfig
@@ -184,7 +184,7 @@ def rehearse(settings: Settings, folder: str, resume: str) -> tuple[Settings, st
             f"{model.vggt_preset} at {data.image_size} px for {training.num_epochs} epochs",
             flush=True,
         )
-    step = data.batch_size * training.gradient_accumulation_steps * launched().size
+    step = data.batch_size * training.gradient_accumulation_steps * planned_size()
     small: dict[str, Any] = {"image_size": 28, "num_workers": 0}
     small |= {"max_frames": step, "random_shift": min(2, data.random_shift)}
     if not data.data_dir.exists():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config import RunConfig
-from lockstep.dist.environment import is_rehearsal, launched
+from lockstep.dist.environment import is_rehearsal, planned_size
 from lockstep.errors import ConfigError, plain, shown
 from lockstep.text_input import whole_number
 from lockstep_recipes.command import Flags, rehearse, run_config, task_config
@@ -135,7 +135,7 @@ def build(argv: Sequence[str]) -> tuple[SegmentationTask, RunConfig]:
 
 def check_launch(args: argparse.Namespace) -> None:
     """Refuse processes without --distributed, a wrong --world_size, and other --dist_url."""
-    size = launched().size
+    size = planned_size()
     if size > 1 and not args.distributed:
         problem = f"{size} processes were started without --distributed"
         raise ConfigError(problem, "add --distributed")

@@ -1,18 +1,26 @@
 """The doubles of these tests: a fake NVML, fake facts, and short words for verdicts."""
 
+import multiprocessing
+import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.config import RunConfig
-from lockstep.doctor.findings import Findings
-from lockstep.doctor.probe import Look
+from lockstep.doctor.findings import Findings, findings_file
 from lockstep.doctor.report import Result
+from lockstep.doctor.trial import CALLBACK, remove_scratch
+from lockstep.harness.attach import attached, write_settings
+from lockstep.harness.ranks import free_port, rank_variables
 from lockstep.task import Task
+from lockstep.trainer import fit
 
 SUM = {
     "num_ranks": 2,
@@ -88,24 +96,44 @@ def config_in(folder: Path, **values: Any) -> RunConfig:
     return RunConfig.parse(own | values)
 
 
-def look_at(task: Task, config: RunConfig, file: Path, world_size: int = 2) -> Findings:
-    """Look into a job in this process, as the probe would in its own."""
-    look = Look(file, world_size, world_size)
-    look.found.seen.append("script")
-    look.look(task, config)
-    return Findings.read(file)
+def try_task(
+    task: Task, config: RunConfig, folder: Path, world_size: int = 2, num_ranks: int = 1
+) -> Findings:
+    """Try a job of `world_size` ranks as `num_ranks` of them, forked from this process."""
+    made = Path(tempfile.mkdtemp(prefix="lockstep_doctor_", dir=folder))
+    write_settings(made, world_size=world_size)
+    context, port = multiprocessing.get_context("fork"), free_port()
+    ranks = [context.Process(target=_fit, args=(task, config, made, rank, num_ranks, port))
+             for rank in range(num_ranks)]  # fmt: skip
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    found = Findings.merged([Findings.read(findings_file(made, rank)) for rank in range(num_ranks)])
+    remove_scratch(made)
+    shutil.rmtree(made)
+    return found
+
+
+def _fit(task: Task, config: RunConfig, made: Path, rank: int, num_ranks: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(attached(made, CALLBACK))
+    if num_ranks > 1:
+        os.environ.update(rank_variables(rank, num_ranks, port))
+    fit(task, config)
+    raise AssertionError("nothing of the script runs after a trial")
 
 
 IN_CHILD = """
 import json, sys
 from pathlib import Path
-from lockstep.doctor.checks import Patient, verdicts
+from lockstep.doctor.checks import Examination, verdicts
 from lockstep.doctor.command import Command
 from lockstep.doctor.findings import Findings
 from lockstep.doctor.machine import Driver
 facts, found = json.loads(Path(sys.argv[1]).read_text()), Findings.read(Path(sys.argv[2]))
 command = Command("lockstep", ("train.py",), 2)
-results = verdicts(Patient({}, Driver(problem="none"), facts, command, found))
+results = verdicts(Examination({}, Driver(problem="none"), facts, command, found))
 print(json.dumps([[r.name, r.status, r.evidence, r.fix] for r in results]))
 """
 

@@ -1,0 +1,172 @@
+"""A trial of a job: its script, started for a few steps with the doctor's callback attached.
+
+Owns: the ranks that are started, their variables and time limit, and the removal of what they
+leave. Does not own: what is measured in them (`callback.py`), or the verdicts (`job.py`).
+"""
+
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lockstep.doctor.command import Command
+from lockstep.doctor.findings import Findings, findings_file
+from lockstep.doctor.network import without_launch
+from lockstep.harness.attach import attached, write_settings
+from lockstep.harness.command import POLL_S, RunningCommand
+from lockstep.harness.failure import Failure
+from lockstep.harness.runs import OTHERS_S, CommandRuns
+
+CALLBACK = "lockstep.doctor.callback:DoctorCallback"
+"""By name: `lockstep doctor` itself does not import torch."""
+
+
+def try_job(
+    command: Command, env: Mapping[str, str], seconds: float, num_gpus: int = 0
+) -> Findings:
+    """Start the command's script for a few steps, and return what was found.
+
+    One rank is started. A job whose ranks share more than gradients (sharded weights, batch
+    normalisation over all ranks) is started again as several.
+    """
+    if refusal := _refusal(command):
+        return refusal
+    deadline = time.monotonic() + seconds
+    found = _try_ranks(command, env, 0, deadline)
+    if found.needs_group:
+        found = _try_ranks(command, env, num_trial_ranks(command, num_gpus), deadline)
+    if found.timed_out_s:
+        found.timed_out_s = seconds
+    return found
+
+
+def num_trial_ranks(command: Command, num_gpus: int) -> int:
+    """Return the number of ranks to start: those that the job has here, if they have room.
+
+    >>> num_trial_ranks(Command("torchrun", num_processes=8, num_nodes=2), num_gpus=4)
+    4
+    """
+    most = max(2, num_gpus or os.cpu_count() or 1)
+    return min(max(2, command.num_processes), most)
+
+
+def _try_ranks(
+    command: Command, env: Mapping[str, str], num_ranks: int, deadline: float
+) -> Findings:
+    """Start one process without a group (0 ranks), or several ranks, and follow them to the end."""
+    with tempfile.TemporaryDirectory(prefix="lockstep_doctor_") as made:
+        folder = Path(made)
+        base = without_launch({**env, **command.env})
+        base.setdefault("OMP_NUM_THREADS", str(_threads(command)))
+        runs = CommandRuns(
+            [sys.executable, *command.script],
+            folder,
+            lambda folder: {
+                **attached(folder, CALLBACK),
+                "LOCKSTEP_PLANNED_RANKS": str(command.world_size),
+            },
+            limit_s=0,
+            threads=int(base["OMP_NUM_THREADS"]),
+            base=base,
+            work_folder=command.folder,
+        )
+        write_settings(folder, world_size=command.world_size)
+        try:
+            commands = runs.start(folder, num_ranks)
+            try:
+                has_ended = _wait(commands, deadline)
+            finally:
+                for started in commands:
+                    started.close()
+            return _read(folder, commands, has_ended)
+        finally:
+            remove_scratch(folder)
+
+
+def _wait(commands: Sequence[RunningCommand], deadline: float) -> bool:
+    """Wait until all ranks have ended, or one has failed; return False at the deadline."""
+    while time.monotonic() < deadline:
+        codes = [command.code for command in commands]
+        for command in commands:
+            command.note_children()
+        if None not in codes:
+            return True
+        if any(codes):  # the others wait for it, or are about to notice
+            deadline = min(deadline, time.monotonic() + OTHERS_S)
+            while time.monotonic() < deadline and any(c.code is None for c in commands):
+                time.sleep(POLL_S)
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def _read(folder: Path, commands: Sequence[RunningCommand], has_ended: bool) -> Findings:
+    """Return what the ranks found, and why they ended if they did not say so themselves."""
+    ranks = [Findings.read(findings_file(folder, rank)) for rank in range(len(commands))]
+    found = Findings.merged(ranks)
+    if not has_ended:
+        found.timed_out_s = 1.0
+        return found
+    failed = next((command for command in commands if command.code), None)
+    is_through = {*found.passed, *found.problems} - {"script", "folder"}
+    if found.failed_at or found.needs_group:
+        return found
+    if failed is None and not is_through:
+        problem = "it ends without a call of lockstep.fit or train_step"
+        found.problems["script"] = [problem, "pass a script that trains"]
+    elif failed is not None and failed.process.returncode == -signal.SIGKILL:
+        found.problems["step" if is_through else "script"] = ["it was killed: out of memory", ""]
+    elif failed is not None:
+        failure = Failure.read(failed.text)
+        error = re.sub(r"^lockstep\.errors\.\w+: ", "", failure.error)
+        found.problems[found.phase] = [error, failure.advice]
+    return found
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove the folder in which the ranks saved, however they ended."""
+    scratch = Findings.read(findings_file(folder, 0)).scratch
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _threads(command: Command) -> int:
+    """Return how many threads each rank will compute with, as its launcher sets it."""
+    cores = os.cpu_count() or 1
+    if command.num_processes == 1:
+        return cores
+    return max(1, cores // command.num_processes) if command.launcher == "lockstep" else 1
+
+
+def _refusal(command: Command) -> Findings | None:
+    """Refuse a script that is missing, and one without lockstep, which would simply train."""
+    is_module = command.script[0] == "-m"
+    name = command.script[1] if is_module else command.script[0]
+    if is_module and name.startswith("lockstep_recipes."):
+        return None
+    base = command.folder / name.replace(".", "/") if is_module else command.folder / name
+    places = [base.with_suffix(".py"), base / "__main__.py"] if is_module else [base]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        if is_module:
+            return Findings(unchecked=f"module {name} is not in this folder: not started")
+        problem = f"there is no such file in {command.folder}"
+        return Findings(problems={"script": [problem, "pass its path from here"]})
+    if not uses_lockstep(path):
+        return Findings(unchecked="does not use lockstep: not started, or it would train")
+    return None
+
+
+def uses_lockstep(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
+    """Say whether a script, or a module beside it that it imports, imports lockstep."""
+    text = path.read_text(errors="replace")
+    names = re.findall(r"^\s*(?:from|import)\s+([\w.]+)", text, re.MULTILINE)
+    if any(name.split(".")[0] in ("lockstep", "lockstep_recipes") for name in names):
+        return True
+    beside = {path.parent / f"{name.replace('.', '/')}.py" for name in names} - seen
+    return any(uses_lockstep(p, seen | beside) for p in beside if p.is_file())
