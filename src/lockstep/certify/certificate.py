@@ -1,7 +1,7 @@
 """A certificate: which runs it needs, what is compared with what, and the verdict.
 
-Owns: the two proofs, resume and parity, and the tolerance where rounding is allowed. Does not own:
-starting a run (`runs.py`), comparing (`compare.py`), the name of a difference (`verdict.py`).
+Owns: the two proofs, resume and parity. Does not own: starting a run (`runs.py`), comparing
+(`compare.py`), the tolerance (`rounding.py`), the name of a difference (`verdict.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,17 +13,18 @@ from typing import Any
 from lockstep.certify.compare import (
     Attempt,
     Comparison,
-    Difference,
     compare,
     distance,
     order_of,
     read_attempts,
 )
 from lockstep.certify.cut import UNITS, Cut
+from lockstep.certify.rounding import CEILING, Rounding
 from lockstep.certify.settings import RunSettings
 from lockstep.certify.verdict import NAMES, TRY, Context, Finding, find_cause, name_cut
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.harness.attach import TRACE
+from lockstep.plan import count_ranks
 
 RunCommand = Callable[[str, RunSettings, int], Path]
 """Runs the command under a name, with these settings, on this number of ranks (0: as typed), and
@@ -49,15 +50,6 @@ ROWS = {
 }
 """The rows of the table: stages of a comparison, and their names."""
 FEWEST_STEPS = 3
-MARGIN = 16.0
-"""How many times the rounding error of one order of summation another order may have."""
-FLOOR = 1e-5
-"""The smallest tolerance."""
-FLOOR_REDUCED = 1e-2
-"""The smallest tolerance in bf16 or fp16 if samples of ranks are combined, because matrix products
-then have other shapes; and if gradients are rounded between ranks, which one rank cannot show."""
-CEILING = 0.05
-"""The largest tolerance."""
 
 
 @dataclass
@@ -102,7 +94,7 @@ class Certificate:
     """In parity, the `batch_size` that each number of ranks was run with."""
     is_joint: bool = False
     """Whether samples of all ranks are combined, so that fewer ranks had a larger `batch_size`."""
-    rounding: "Rounding | None" = None
+    rounding: Rounding | None = None
     """The tolerance, if it had to be measured."""
 
     @property
@@ -159,10 +151,10 @@ def certify_resume(run_command: RunCommand, steps: int, *, evaluates: bool = Fal
     if certificate.finding is not None:
         return certificate
     certificate.remarks = _remarks(resumed)
-    ranks = "1 rank" if straight.size == 1 else f"{straight.size} ranks"
     certificate.proof = (
-        f"resuming equals never stopping, bit for bit: {steps} steps on {ranks}, "
-        f"killed after step {killed}, resumed from step {last.began_at}"
+        f"resuming equals never stopping, bit for bit: {steps} steps on "
+        f"{count_ranks(straight.size)}, killed after step {killed}, "
+        f"resumed from step {last.began_at}"
     )
     return certificate
 
@@ -170,22 +162,18 @@ def certify_resume(run_command: RunCommand, steps: int, *, evaluates: bool = Fal
 def certify_parity(
     run_command: RunCommand, gpus: Sequence[int], steps: int, *, exact: bool = False
 ) -> Certificate:
-    """Prove that every number of ranks takes the same steps as the smallest number."""
+    """Prove that two or more numbers of ranks take the same steps, comparing with the smallest."""
     check_steps(steps, fewest=1)
     fewest, *more = sorted(set(gpus))
-    if not more:
-        raise ConfigError(
-            f"--gpus {fewest} leaves nothing to compare", f"pass --gpus {fewest},{2 * fewest}"
-        )
     certificate = Certificate("parity", steps)
     settings = RunSettings(steps, most_ranks=more[-1], exact=exact)
-    folder = run_command(_ranks(fewest), settings, fewest)
+    folder = run_command(count_ranks(fewest), settings, fewest)
     reference = _last_attempt(folder, steps, fewest)
     certificate.is_joint = bool(reference.plan["joint"])
     certificate.batch_sizes[fewest] = int(reference.plan["batch_size"])
     worst = 0.0
     for num in more:
-        other = run_command(_ranks(num), settings, num)
+        other = run_command(count_ranks(num), settings, num)
         attempt = _last_attempt(other, steps, num)
         certificate.batch_sizes[num] = int(attempt.plan["batch_size"])
         compared = compare(reference, attempt, bits=exact)
@@ -198,7 +186,7 @@ def certify_parity(
                     run_command, settings, fewest, folder, reference
                 )
             compared.judge(partial(certificate.rounding.allows, hints=compared.hints))
-        certificate.columns.append(Column.of(_ranks(num), compared, weights=apart))
+        certificate.columns.append(Column.of(count_ranks(num), compared, weights=apart))
         far = None
         if not compared.hard and certificate.rounding and apart > certificate.rounding.weights:
             far = _too_far(apart, name, certificate.rounding.weights, steps)
@@ -234,7 +222,7 @@ def _last_attempt(folder: Path, steps: int, ranks: int = 0) -> Attempt:
     attempt = attempts[-1]
     if ranks and attempt.size != ranks:
         raise ConfigError(
-            f"certify started the command as {_ranks(ranks)}, but {attempt.size} trained",
+            f"certify started the command as {count_ranks(ranks)}, but {attempt.size} trained",
             "pass the command of one process, such as python train.py: certify starts the ranks",
         )
     if steps not in attempt.whole:
@@ -276,30 +264,6 @@ def _needs_tolerance(compared: Comparison) -> bool:
     return any(order_of(one) < order_of(compared.hard[0]) for one in compared.measured)
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """The relative differences that rounding may explain."""
-
-    numbers: dict[str, float]
-    weights: float
-    same_weights: float
-    """For the loss of a micro-batch while the weights of the model, and of other networks that the
-    task holds, are the same bits: 0, unless another order of summation changed it, too."""
-
-    def allows(self, one: Difference, hints: Sequence[Difference]) -> float:
-        """Return the largest relative difference that two numbers may have."""
-        if one.stage != "loss" or not one.same_weights or one.place is None:
-            return self.numbers[one.stage]
-        seen = {hint.stage for hint in hints if hint.step <= one.step}
-        if "task" in seen:
-            return self.numbers["loss"]
-        return 0.0 if seen - {"built"} else self.same_weights
-
-    def to_json(self) -> dict[str, float]:
-        """Return it as plain numbers."""
-        return {**self.numbers, "weights": self.weights}
-
-
 def _measure_rounding(
     run_command: RunCommand, settings: RunSettings, ranks: int, folder: Path, reference: Attempt
 ) -> Rounding:
@@ -307,23 +271,7 @@ def _measure_rounding(
     other = run_command("reordered", replace(settings, reverses=True), ranks)
     compared = compare(reference, _last_attempt(other, settings.steps, ranks), bits=False)
     apart, _ = distance(folder / TRACE, other / TRACE, 0, settings.steps)
-    plan = reference.plan
-    reduced = plan["rounded"] or (plan["joint"] and plan["reduced"])
-    floor = FLOOR_REDUCED if reduced else FLOOR
-
-    def allowed(measured: float) -> float:
-        return min(max(MARGIN * measured, floor), CEILING)
-
-    at_same_weights = [
-        one.relative or 0.0
-        for one in compared.measured
-        if one.stage == "loss" and one.same_weights and one.place is not None
-    ]
-    return Rounding(
-        {name: allowed(compared.spread(name)) for name in ("loss", "sums", "grad_norm")},
-        allowed(apart),
-        allowed(max(at_same_weights)) if at_same_weights else 0.0,
-    )
+    return Rounding.measured(compared, apart, reference.plan)
 
 
 def _add_cut(certificate: Certificate, reference: Attempt) -> None:
@@ -366,10 +314,6 @@ def _remarks(compared: Comparison) -> list[str]:
     kinds = {"NumPy": "NumPy's global generator", "Python": "Python's global generator"}
     said = list(dict.fromkeys(kinds.get(name, name) for name in names))
     return [f"differs without consequences: {', '.join(said)}"] if said else []
-
-
-def _ranks(num: int) -> str:
-    return "1 rank" if num == 1 else f"{num} ranks"
 
 
 def _parity_proof(
