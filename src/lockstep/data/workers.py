@@ -200,6 +200,7 @@ class WorkerPool:
             process.join(GOODBYE_S)  # one that waits for a dead disk cannot even be killed
             if process.exitcode is not None:
                 process.close()
+        self._arrived = SimpleQueue()  # frees what nobody will take
         self._stack.close()
 
     def _next(self, limit_s: float) -> MicroBatch | str | None:
