@@ -279,6 +279,8 @@ def test_the_cycle_guard_can_fail(tmp_path: Path) -> None:
 SETTINGS = {
     "sys.argv",
     "sys.excepthook",
+    "sys.stdout",
+    "sys.stderr",
     "compiler.optimize_ddp",
     "compiler.triton.cudagraphs",
     "worker._worker_info",

@@ -78,7 +78,7 @@ class _Pickler(ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or not _is_plain(value):
             return NotImplemented
-        if value.is_shared() and value.nbytes >= LARGE_BYTES:
+        if value.is_shared() and value.nbytes >= LARGE_BYTES:  # type: ignore[no-untyped-call]
             return NotImplemented
         value = value.resolve_conj().resolve_neg()
         steps = zip(value.shape, value.stride(), strict=True)

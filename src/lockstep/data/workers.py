@@ -82,9 +82,11 @@ def read_in_workers(
             began = time.monotonic()
             lost: list[tuple[int, str]] = []
             while isinstance(found := pool.take(max(timeout_s, PATIENCE * slowest_s)), dict):
+                over: dict[Request, str] = {}  # several that had begun nothing count as one
                 for worker, happened in found.items():
                     lost.append((pool.processes[worker].pid, happened))
-                    request = pending[max(0, pool.begun[worker] - pending[0][0])]
+                    over[pending[max(0, pool.begun[worker] - pending[0][0])]] = happened
+                for request, happened in over.items():
                     tries[request] += 1
                     if tries[request] == MAX_TRIES:
                         raise _given_up(reader, request[1], happened)
@@ -198,6 +200,7 @@ class WorkerPool:
             process.join(GOODBYE_S)  # one that waits for a dead disk cannot even be killed
             if process.exitcode is not None:
                 process.close()
+        self._arrived = SimpleQueue()  # frees what nobody will take
         self._stack.close()
 
     def _next(self, limit_s: float) -> MicroBatch | str | None:

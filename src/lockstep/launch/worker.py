@@ -101,7 +101,11 @@ def keep_log(folder: Path) -> None:
         os.dup2(copier.stdin.fileno(), stream.fileno())
         copier.stdin.close()
         # What was a file is a pipe now, which cannot seek.
-        setattr(sys, name, os.fdopen(stream.fileno(), "w", buffering=1, closefd=False))
+        opened = os.fdopen(stream.fileno(), "w", buffering=1, closefd=False)
+        if name == "stdout":
+            sys.stdout = opened
+        else:
+            sys.stderr = opened
 
 
 def check_script(words: Sequence[str]) -> None:
