@@ -134,6 +134,32 @@ def test_a_checkpoint_that_is_not_there(judge: Any, tmp_path: Path) -> None:
     assert "checkpoint_epoch_10.pt" in named(results, "resume").evidence
 
 
+class Counting(TinyTask):
+    """Note the step of each forward pass."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        with self.file.open("a") as file:
+            file.write(f"{context.step}\n")
+        return super().loss(model, batch, context)
+
+
+def test_a_rank_gets_the_micro_batches_that_it_will_have(tmp_path: Path) -> None:
+    config = config_in(tmp_path, batch={"batch_size": 4, "global_batch_size": 16})
+    try_task(Counting(tmp_path / "fresh"), config, tmp_path, world_size=2)
+    assert (tmp_path / "fresh").read_text().split().count("0") == 2
+    # A job that began with 16 samples a step on one rank keeps them on four.
+    alone = config_in(tmp_path, batch={"batch_size": 4, "accumulate": 4}, max_steps=2)
+    fit(TinyTask(), alone)
+    found = try_task(Counting(tmp_path / "resumed"), alone, tmp_path, world_size=4)
+    assert found.resumed_from == "step_00000002"
+    assert "16 effective (x 1 accumulated)" in found.contract[0]
+    assert (tmp_path / "resumed").read_text().split().count("2") == 1
+
+
 class Wider(TinyTask):
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 9), super().build_model())

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import torch
@@ -67,6 +67,7 @@ WARM_UP_S = 30.0
 MAX_STEPS = 20
 OTHERS_S = 10.0
 """How long a rank waits for the others before it ends."""
+Checked = TypeVar("Checked")
 FAR_AWAY = 10**6
 """Steps until the end of a trial, which is stopped long before: nothing is due at its end."""
 CUSTOM_LOOP = "a custom loop: only its first step was checked"
@@ -132,15 +133,14 @@ class DoctorCallback(Callback):
         found.problems[phase] = [*said]
         found.write(self.file)
 
-    def check(self, phase: str, action: Callable[[], None]) -> None:
-        """Do a phase of this callback's own; end the process if it fails."""
+    def check(self, phase: str, action: Callable[[], Checked]) -> Checked:
+        """Do a part of a phase that is this callback's own; end the process if it fails."""
         self.begin(phase)
         try:
-            action()
+            return action()
         except Exception as error:
             self.fail(phase, error)
             leave_process(1)
-        self.end(phase)
 
     def on_phase(self, phase: Phase, begins: bool) -> None:
         """Note a phase of the run; end the process if it failed."""
@@ -162,7 +162,7 @@ class DoctorCallback(Callback):
                 "data" if phase == "find checkpoint" and is_about_data(error) else name, error
             )
             leave_process(1)
-        if phase in ("build data", "build model"):
+        if phase in ("build data", "find checkpoint", "build model"):
             self.end(name)
         if phase == "save":
             self.found.save_s = time.perf_counter() - began
@@ -195,9 +195,9 @@ class DoctorCallback(Callback):
         found.scratch, found.free_disk_bytes = json.loads(shared)
         if found.scratch:
             self.check("resume", self._find_checkpoint)
-        plan: list[BatchPlan] = []
-        self.check("contract", lambda: plan.append(self._plan_without_data()))
-        return self._trial_config(plan[0], world.size)
+            self.end("resume")
+        plan = self.check("contract", self._plan_without_data)
+        return self._trial_config(plan, world.size)
 
     def _check_folder(self) -> str:
         """Return the trial's own folder, made where the run will save; "" if it cannot be."""
@@ -314,11 +314,13 @@ class DoctorCallback(Callback):
         found.is_stream = is_stream(data)
         found.num_samples = 0 if found.is_stream else len(data)
         found.num_held_out = 0 if held_out is None else len(held_out)
-        contracts: list[Contract] = []
-        self.check("contract", lambda: contracts.append(self._check_contract(run)))
-        self.check("samples", lambda: self._read_first_samples(run, contracts[0].plan))
+        contract = self.check("contract", lambda: self._check_contract(run))
+        self.end("contract")
+        self.check("samples", lambda: self._read_first_samples(run, contract.plan))
+        self.end("samples")
         self.count(run.model)
         self.check("loader", lambda: self._time_loader(run))
+        self.end("loader")
         run.held_out = None
         saving = {"every_epochs": None, "every_steps": FAR_AWAY, "background": False}
         checkpoint = run.config.checkpoint.model_copy(update=saving)
