@@ -66,7 +66,7 @@ test-torch: $(VERSION:%=.venv-torch-%/.installed)  ## run the core's tests on an
 	@python=.venv-torch-$(VERSION)/bin/python; status=0; \
 	torch="torch $$($$python -c 'import torch; print(torch.__version__)')"; \
 	echo "test-torch: $$torch; left out: $(NOT_CORE)"; \
-	$(CACHES) $$python -m pytest -n $(WORKERS) --dist worksteal src/lockstep tests \
+	$(subst /.venv/,/.venv-torch-$(VERSION)/,$(CACHES)) $$python -m pytest -n $(WORKERS) --dist worksteal src/lockstep tests \
 		$(NOT_CORE:%=--ignore=%) || status=$$?; \
 	if [ $$status -eq 0 ]; then echo "test-torch: passed on $$torch"; \
 	else echo "test-torch: FAILED on $$torch (pytest exit code $$status)"; fi; \
