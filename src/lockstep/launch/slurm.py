@@ -255,7 +255,8 @@ def submit(job: Job, python: str) -> str:
         said = [re.sub(r"^sbatch: (error: )?", "", line) for line in lines]
         raise LaunchError(
             f"SLURM refuses the job: {'; '.join(said)}",
-            f"check the partition, account and limits with sinfo and scontrol; the script is {job.script}",
+            "check partition, account and limits with sinfo and scontrol; the script is "
+            f"{job.script}",
         )
     sys.stderr.write(asked.err)  # a site's own remarks
     job_id = asked.out.strip().split(";")[0]
