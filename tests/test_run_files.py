@@ -345,7 +345,7 @@ def test_the_folder_of_checkpoints_may_be_a_link_of_the_users_own(
 OWN_WAYS = ("run_files.py", "checkpoint/layout.py", "checkpoint/generation.py", "dist/position.py")
 """Files that open files themselves: exclusively, without following links, or in the launcher's
 own temporary folder (position.py)."""
-TOOLS = ("bench", "certify", "cli", "doctor", "launch")
+TOOLS = ("bench", "certify", "cli", "doctor", "harness", "launch")
 WRITING = {"write_text", "write_bytes", "to_csv"}
 
 
