@@ -13,11 +13,17 @@ WORKERS = 3
 # Caches of what the tests and the demo import stay in here too, not in HOME.
 CACHES = XDG_CACHE_HOME="$(CURDIR)/.venv/.cache" MPLCONFIGDIR="$(CURDIR)/.venv/.cache/matplotlib"
 
+# PyTorch's index of builds without CUDA libraries. Without it, pip takes a build of its own index.
+CPU_BUILDS = https://download.pytorch.org/whl/cpu
+# `make test-torch` leaves these out: what is not the core, and what does not depend on torch.
+NOT_CORE = tests/recipes tests/slurm tests/gpu tests/chaos tests/test_benchmarks.py \
+	tests/test_docs.py tests/test_examples.py
+
 .DEFAULT_GOAL := help
-.PHONY: help setup system test check demo clean
+.PHONY: help setup system test test-torch check demo clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## install lockstep and all it needs into .venv (once)
 	@echo "setup: .venv is ready"
@@ -44,12 +50,34 @@ test: $(STAMP)  ## run the whole test suite
 	else echo "test: FAILED after $$seconds s (pytest exit code $$status)"; fi; \
 	exit $$status
 
+# The stamp of another torch: `%` is its version. It has no place in constraints.txt.
+.venv-torch-%/.installed: pyproject.toml constraints.txt
+	@echo "test-torch: installing torch $* and lockstep into $(@D); gigabytes, unless $(CPU_BUILDS) has it"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-cache-dir --retries 1 \
+		--no-deps --index-url $(CPU_BUILDS) "torch==$*" 2>/dev/null || true
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-cache-dir \
+		-c $(@D)/constraints.txt "torch==$*" -e ".[all,test]"
+	@touch $@
+
+test-torch: $(VERSION:%=.venv-torch-%/.installed)  ## run the core's tests on another torch: make test-torch VERSION=2.15.0
+	@test -n "$(VERSION)" || { echo "name the version: make test-torch VERSION=2.15.0"; exit 1; }
+	@python=.venv-torch-$(VERSION)/bin/python; status=0; \
+	torch="torch $$($$python -c 'import torch; print(torch.__version__)')"; \
+	echo "test-torch: $$torch; left out: $(NOT_CORE)"; \
+	$(subst /.venv/,/.venv-torch-$(VERSION)/,$(CACHES)) $$python -m pytest -n $(WORKERS) --dist worksteal src/lockstep tests \
+		$(NOT_CORE:%=--ignore=%) || status=$$?; \
+	if [ $$status -eq 0 ]; then echo "test-torch: passed on $$torch"; \
+	else echo "test-torch: FAILED on $$torch (pytest exit code $$status)"; fi; \
+	exit $$status
+
 check: $(STAMP)  ## format, lint, types and tests: what every change must pass
 	@./check
 
 demo: $(STAMP)  ## train a small JiT on two processes and draw what it learned
 	@$(CACHES) $(DEMO)
 
-clean:  ## remove .venv and whatever was built or cached here
-	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+clean:  ## remove every .venv and whatever was built or cached here
+	rm -rf .venv .venv-torch-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

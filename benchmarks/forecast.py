@@ -38,7 +38,8 @@ from lockstep import PartialLoss, RunConfig, Task, fit
 from lockstep.bench.collectives import measure_collectives
 from lockstep.bench.forecast import Timeline, forecast, step_s
 from lockstep.bench.link import Link
-from lockstep.bench.play import Bench, Measured
+from lockstep.bench.measured import Measured
+from lockstep.bench.runs import BenchRuns
 from lockstep.dist import ddp as parallel
 from lockstep.task import Context
 
@@ -143,12 +144,12 @@ def train(hook: str) -> int:
 # --- Links of known bandwidth ---
 
 
-class Cables(Bench):
+class Cables(BenchRuns):
     """Measures with every rank behind a cable of its own."""
 
     prefix = f"lkf{os.getpid()}"
 
-    def before(self, rank: int) -> list[str]:
+    def words_before(self, rank: int) -> list[str]:
         """Start a rank in its namespace."""
         return ["ip", "netns", "exec", f"{self.prefix}-{rank}"]
 
@@ -223,7 +224,7 @@ def score(args: argparse.Namespace, folder: Path) -> tuple[Timeline, list[dict[s
     """Measure alone, predict, then measure over each link."""
     words = [sys.executable, str(Path(__file__).resolve()), "--train"]
     (folder / "alone").mkdir()
-    alone = Bench(words, folder / "alone", threads=1).measure(1, args.steps).timeline()
+    alone = BenchRuns(words, folder / "alone", threads=1).measure(1, args.steps).timeline()
     rows: list[dict[str, Any]] = []
 
     def add(new: dict[str, Any]) -> None:
@@ -231,7 +232,7 @@ def score(args: argparse.Namespace, folder: Path) -> tuple[Timeline, list[dict[s
         print(line_of(new), flush=True)
 
     heads = ("link", "ranks", "predicted ms", "measured ms", "gradients kept local, ms", "off")
-    print(f"| {' | '.join(heads)} | off, if nothing overlapped |\n{'|---' * 7}|")
+    print(f"| {' | '.join(heads)} | off without overlap |\n{'|---' * 7}|")
     for ranks in args.ranks:
         latency_s = measure_collectives(ranks).link.latency_s
         for rate in RATES_MBIT:
@@ -254,7 +255,7 @@ def score(args: argparse.Namespace, folder: Path) -> tuple[Timeline, list[dict[s
             costs_s = [alpha_s + beta_s * bucket.size_bytes for bucket in alone.buckets]
             place = folder / f"{ranks}_{alpha_s}"
             place.mkdir()
-            hooked = Bench([*words, "--hook", f"{alpha_s},{beta_s}"], place, threads=1)
+            hooked = BenchRuns([*words, "--hook", f"{alpha_s},{beta_s}"], place, threads=1)
             found = hooked.measure(ranks, args.steps)
             add(row("latency", name, alone, costs_s, step_s(alone, costs_s), found))
     return alone, rows

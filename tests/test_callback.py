@@ -368,6 +368,30 @@ def test_the_documentation_shows_the_examples_as_they_are() -> None:
 # --- A loop around train_step, without a trainer -----------------------------------
 
 
+class Unsaved(Callback):
+    """Changes the weights on one rank, and stops there without a checkpoint."""
+
+    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+        if run.step == 3 and run.world.rank == run.world.size - 1:
+            for parameter in run.model.parameters():
+                parameter.data.add_(run.world.rank + 1)
+            run.stop("looked at", save=False)
+
+
+def stopped_unsaved(folder: Path) -> list[Any]:
+    result = fit(TinyTask(), config_for(folder, evaluation={"every_steps": 99}), [Unsaved()])
+    return [result.step, result.exit_code, result.stop_reason]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_callback_stops_a_run_without_its_last_checkpoint(num_ranks: int, tmp_path: Path) -> None:
+    """One rank asks for it: its weights differ, and a save would be refused."""
+    results = run_ranks(num_ranks, stopped_unsaved, tmp_path)
+    assert results == [[3, 0, "looked at"]] * num_ranks
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert saved == ["step_00000002"]
+
+
 class Observer(Witness):
     """Notes what a custom loop calls; may stop it or raise on one rank, and counts over resumes."""
 

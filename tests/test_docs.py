@@ -38,7 +38,7 @@ def commands(page: Path) -> list[str]:
 
 
 # These verbs reach the processes of a command as their interpreters start.
-NEED_FRESH = re.compile(r"lockstep (certify|rehearse|bench|doctor)")
+NEED_FRESH = re.compile(r"lockstep (bench|doctor)")
 
 
 def in_rehearsal(

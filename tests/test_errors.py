@@ -29,7 +29,7 @@ raise SystemExit(fit(Broken(), RunConfig(output_dir="broken", epochs=1)).exit_co
 @pytest.mark.parametrize(
     ("code", "said", "env"),
     [
-        (3, "no weight has moved", {}),
+        (3, "weights unchanged, step not saved", {}),
         (2, "need MASTER_ADDR and MASTER_PORT", {"RANK": "0", "WORLD_SIZE": "2"}),
     ],
 )

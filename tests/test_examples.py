@@ -86,7 +86,7 @@ def in_folders_of_their_own(folder: Path) -> None:
 
 def test_ranks_that_found_different_checkpoints_do_not_train(tmp_path: Path) -> None:
     run_ranks(2, in_folders_of_their_own, tmp_path)
-    with pytest.raises(RuntimeError, match="different places to begin: step 40 .* step 0"):
+    with pytest.raises(RuntimeError, match="different start positions: step 40 .* step 0"):
         run_ranks(2, in_folders_of_their_own, tmp_path)
 
 

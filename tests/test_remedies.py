@@ -14,26 +14,19 @@ import pytest
 SRC = Path(__file__).parents[1] / "src"
 
 VERBS = re.compile(
-    "activate|add|allow|bring|build|call|certify|change|check|choose|convert|copy|correct|count|create|define|did|download|draw|export|"
-    "fix|freeze|give|halve|install|keep|leave|let|load|look|lower|make|mount|move|name|pass|put|quote|raise|read|"
-    "register|remove|rename|replace|restore|resume|return|run|save|scale|seed|set|start|train|try|unset|update|use|"
-    "wait|write"
+    "activate|add|allow|bring|build|call|certify|change|check|choose|convert|copy|correct|count|"
+    "create|define|did|download|draw|export|fix|free|freeze|give|halve|install|keep|leave|let|load|"
+    "look|lower|make|mount|move|name|pass|put|quote|raise|read|register|remove|rename|replace|"
+    "restore|resume|return|run|save|scale|seed|set|start|train|try|unset|update|use|wait|write"
 )
 """First words of a remedy. "did" is for "did you mean --gpus?"."""
 
-REWRITTEN_LATER = (
-    "lockstep/bench/",
-    "lockstep/certify/",
-    "lockstep/launch/",
-    "lockstep/cli/bench.py",
-    "lockstep/cli/certify.py",
-    "lockstep/cli/rehearse.py",
-    "lockstep/cli/stage.py",
-)
-"""Places whose remedies are still nouns. This list may only get shorter."""
-
 IS_REMEDY = re.compile(r"(^|_)(remedy|REMEDY|fix)$")
 """Names of parameters and variables that hold a remedy."""
+IS_TABLE = re.compile(r"TRY|REMEDIES")
+"""Names of dicts whose values are remedies."""
+SAID = re.compile(r"(?:^|\n) *try: (\w.*)")
+"""A line of a text that is printed as it is."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -45,6 +38,7 @@ class Source:
         self.trees = {name: ast.parse(text) for name, text in texts.items()}
         nodes = [node for tree in self.trees.values() for node in ast.walk(tree)]
         self.positions = dict.fromkeys(self._error_classes(nodes), 1)
+        self.positions |= self._fields(nodes)
         self.assigned: dict[str, list[ast.expr]] = defaultdict(list)
         for node in nodes:
             if isinstance(node, Function):
@@ -67,6 +61,18 @@ class Source:
             }
         return classes
 
+    @staticmethod
+    def _fields(nodes: list[ast.AST]) -> dict[str, int]:
+        """Return the place of the remedy among the fields of each class that has such a field."""
+        found: dict[str, int] = {}
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                fields = [f for f in node.body if isinstance(f, ast.AnnAssign)]
+                for place, field in enumerate(fields):
+                    if IS_REMEDY.search(ast.unparse(field.target)):
+                        found[node.name] = place
+        return found
+
     def _note_parameter(self, function: Function) -> None:
         """Remember at which place of its arguments a function takes a remedy."""
         names = [argument.arg for argument in function.args.args if argument.arg != "self"]
@@ -83,9 +89,20 @@ class Source:
                     found = list(self._remedies_of_call(node))
                 elif isinstance(node, Function):
                     arguments = node.args.args[len(node.args.args) - len(node.args.defaults) :]
-                    for argument, default in zip(arguments, node.args.defaults, strict=True):
-                        if IS_REMEDY.search(argument.arg):
+                    pairs = list(zip(arguments, node.args.defaults, strict=True))
+                    pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+                    for argument, default in pairs:
+                        if IS_REMEDY.search(argument.arg) and default is not None:
                             found.append(default)
+                elif isinstance(node, ast.AnnAssign):
+                    is_remedy = IS_REMEDY.search(ast.unparse(node.target))
+                    if is_remedy and node.value and ast.unparse(node.value) not in ("''", "None"):
+                        found = [node.value]
+                elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+                    if IS_TABLE.fullmatch(ast.unparse(node.targets[0])):
+                        found = node.value.values
+                elif isinstance(node, ast.Constant) and (said := SAID.search(str(node.value))):
+                    found = [ast.copy_location(ast.Constant(said[1]), node)]
                 elif isinstance(node, ast.Assign) and IS_REMEDY.search(
                     ast.unparse(node.targets[0])
                 ):
@@ -124,8 +141,14 @@ class Source:
             case ast.BoolOp(values=values):
                 for value in values:
                     yield from self.first_words(value)
-            case ast.Attribute(attr="remedy"):
+            case ast.Attribute(attr=name) if IS_REMEDY.search(name):
                 return
+            case ast.Subscript(value=ast.Name(id=name)) if IS_TABLE.fullmatch(name):
+                return
+            case ast.Call(
+                func=ast.Name(id="str"), args=[ast.Subscript(slice=ast.Constant(value="remedy"))]
+            ):
+                return  # it came from another node, where it was checked
             case ast.Name(id=name) if IS_REMEDY.search(name):
                 return
             case ast.Name(id=name) if name.isupper() and name in self.assigned:
@@ -139,7 +162,6 @@ class Source:
         return [
             f"{place}: {word!r}"
             for place, remedy in self.remedies()
-            if not place.startswith(REWRITTEN_LATER)
             for word in self.first_words(remedy)
             if not VERBS.fullmatch(word)
         ]
@@ -170,6 +192,14 @@ ERRORS = "class LockstepError(Exception): ...\nclass DataError(LockstepError): .
         ('def refuse(what, remedy): ...\nrefuse("no file", "quotes")', "'quotes'"),
         ('result(fix="more memory")', "'more'"),
         ('raise DataError("no file", pairs[0][1])', "'<pairs[0][1]>'"),
+        ('def refuse(what, *, remedy="mended"): ...', "'mended'"),
+        ('remedy: str = "a folder"', "'a'"),
+        (
+            'class Failure:\n    text: str\n    remedy: str\nFailure("no file", "quotes")',
+            "'quotes'",
+        ),
+        ('TRY = {"no file": "another folder"}', "'another'"),
+        ('print("no file\\n  try: another folder")', "'another'"),
         ('raise DataError("no file", f"pass {folder}")', None),
         ('raise DataError("no file", "set " + name)', None),
         ("raise DataError(error.problem, error.remedy)", None),

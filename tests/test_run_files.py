@@ -308,7 +308,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_named(
     target.rename(target.with_name("unmounted"))
     assert train(run, 3, checkpoint={"keep_last": 3}) == "done at 3"
     printed = capfd.readouterr().out
-    assert f"passed over {link}: {link}: manifest.json is missing" in printed
+    assert f"skipped checkpoint {link}: {link}: manifest.json is missing" in printed
     assert "resumed at step 2 from" in printed
     assert not link.is_symlink(), "the step was trained and saved again"
     assert (link.with_name("superseded_1_step_00000003")).is_symlink()

@@ -1,28 +1,32 @@
-"""Faults at named points of a rank: lockstep's functions are wrapped before it trains.
+"""Faults at named points of a rank: most are reached by a callback of the run.
 
 Owns: where the points are, and doing a fault there. Does not own: which; the schedule says so.
-Only what a launch is armed with is wrapped, but for one line a step that every rank writes
-down: who took which samples, and when.
+Where no callback is called yet, and between a save and the disk, functions are wrapped, in the
+ranks that are armed with such a fault only.
 """
 
 import ctypes
 import errno
-import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from chaos.notes import append, claim, note
 from chaos.schedule import ASKED, SAVE_POINTS, Fault, Leg
+from lockstep import Callback, RunConfig, StepReport, unwrap
+from lockstep.data.batch import StepBatch
+from lockstep.dist.collectives import Collectives
+from lockstep.phases import Phase
 
 LAUNCHER = "CHAOS_LAUNCHER"
 """Names the process that launches, in the environment of all it starts."""
@@ -192,22 +196,22 @@ class Armed:
         return self.begun_at is not None and self.step < self.begun_at + fault.gap
 
 
-def arm(folder: Path, number: int) -> Leg:
-    """Wrap what this rank is to be struck in; return the leg."""
+def arm(folder: Path, number: int) -> tuple[Leg, "FaultCallback"]:
+    """Arm this rank with its faults; return the leg, and the callback that fires most of them."""
     from chaos import schedule
 
     legs = schedule.read(folder / "chaos" / "schedule.json")
     leg = legs[number] if number < len(legs) else Leg(1, ())
     armed = Armed(folder, number, leg)
     note(folder, "began", leg=number, attempt=armed.attempt, rank=armed.rank)
-    keep_count(armed)
     points = {fault.point for fault in armed.faults.values()}
-    for point in points:
-        PLACES.get(point, lambda armed: None)(armed)
-    if points & set(SAVE_POINTS) or any(f.kind == "power_loss" for f in armed.faults.values()):
-        watch_saves(armed)
+    if "rendezvous" in points:
+        watch_rendezvous(armed)
+    loses_power = any(fault.kind == "power_loss" for fault in armed.faults.values())
+    if loses_power or points & {*SAVE_POINTS, "log_flush"}:
+        watch_disk(armed)
     armed.reach("import")
-    return leg
+    return leg, FaultCallback(armed)
 
 
 def arm_fork(folder: Path, number: int, leg: Leg) -> None:
@@ -237,224 +241,138 @@ def struck_at_fork() -> None:
     strike(Fault(told["kind"], "fork"), folder)
 
 
-def around(
-    owner: Any,
-    name: str,
-    before: Callable[..., object] | None = None,
-    after: Callable[..., object] | None = None,
-) -> None:
-    """Have `before` and `after` called with the arguments each time `owner.name` is."""
-    plain = getattr(owner, name)
+class FaultCallback(Callback):
+    """Fires faults at the points of a run that callbacks and phases reach.
 
-    @functools.wraps(plain)
-    def wrapped(*args: Any, **words: Any) -> Any:
-        if before:
-            before(*args)
-        result = plain(*args, **words)
-        if after:
-            after(*args)
-        return result
+    It also writes down every step that is done: when, by whom, with which samples.
+    """
 
-    setattr(owner, name, wrapped)
+    def __init__(self, armed: Armed) -> None:
+        self.armed = armed
 
+    def configure(self, task: Any, config: RunConfig, world: Collectives) -> RunConfig:
+        """Listen to the phases, from the building of the run on."""
+        self.world = world
+        world.phase.listeners.append(self.on_phase)
+        return config
 
-def keep_count(armed: Armed) -> None:
-    """Write down every step that is done: when, by whom, with which samples."""
-    from lockstep.trainer import Trainer
-
-    path = armed.folder / "chaos" / "steps.txt"
-
-    def begin(trainer: Any, run: Any, *_: Any) -> None:
-        armed.begun_at = armed.step = run.progress.step
+    def on_run_start(self, run: Any) -> None:
+        """Note where the run begins, and hook into its model and its optimizer."""
+        armed = self.armed
+        armed.begun_at = armed.step = run.step
         if run.world.is_first:
             rejected = [(path.name, reason) for path, reason in run.rejected]
             note(armed.folder, "goes_on", leg=armed.number, step=armed.step, rejected=rejected)
+        run.world.before_collective = self.before_collective
+        unwrap(run.model).register_forward_pre_hook(lambda *_: armed.reach("forward"))
+        unwrap(run.model).register_forward_hook(self.after_forward)
+        run.optimizer.register_step_pre_hook(lambda *_: armed.reach("before_update"))
 
-    def record_step(trainer: Any, report: Any, batch: Any) -> None:
-        world = trainer.run.world
+    def on_phase(self, phase: Phase, begins: bool) -> None:
+        """Strike where a phase begins or ends."""
+        points = {
+            ("build model", False): "restore",
+            ("data", True): "loader_next",
+            ("update", False): "after_update",
+        }
+        if (phase, begins) in points:
+            self.armed.reach(points[phase, begins])
+
+    def before_collective(self) -> None:
+        """Strike before gradients are sent during the backward pass, or collected after it."""
+        points = {"backward": "reduce_send", "exchange": "reduce_recv"}
+        if self.world.phase.current in points:
+            self.armed.reach(points[self.world.phase.current])
+
+    def after_forward(self, model: Any, args: Any, output: Tensor) -> None:
+        """Strike in the middle of the backward pass."""
+        if output.requires_grad:
+            output.register_hook(lambda _: self.armed.reach("backward"))
+
+    def on_step_end(self, run: Any, batch: StepBatch, report: StepReport) -> None:
+        """Write down a step that is done."""
+        armed, world = self.armed, run.world
         taken = [m.ids.tolist() for m in batch.micro_batches if m.counts]
         ids = ",".join(str(sample) for leaf in taken for sample in leaf)
         where = f"{armed.number}.{armed.attempt} {world.rank} {world.size}"
         told = f"{time.time():.6f} {os.getpid()} {where} {batch.step + 1} {batch.epoch} {ids}"
-        append(path, told)
+        append(armed.folder / "chaos" / "steps.txt", told)
         armed.step = batch.step + 1
 
-    around(Trainer, "__init__", begin)
-    around(Trainer, "record_step", record_step)
+    def on_run_end(self, run: Any, result: Any) -> None:
+        """Strike when everything is saved."""
+        self.armed.reach("shutdown")
 
 
-def _rendezvous(armed: Armed) -> None:
+# No callback is called before the ranks have met, nor between a save and the disk.
+
+
+def watch_rendezvous(armed: Armed) -> None:
+    """Strike between meeting the other ranks and joining their group."""
     from lockstep.dist import process_group, world
 
-    around(process_group, "_open_store", after=lambda *_: armed.reach("rendezvous"))
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        around(world, "choose_device", lambda *_: armed.reach("rendezvous"))
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    owner: Any = world if is_alone else process_group
+    name = "choose_device" if is_alone else "_open_store"
+    plain = getattr(owner, name)
+
+    def watched(*args: Any) -> Any:
+        result = plain(*args)
+        armed.reach("rendezvous")
+        return result
+
+    setattr(owner, name, watched)
 
 
-def _restore(armed: Armed) -> None:
-    from lockstep.run import build as setup
-
-    # Half of it is loaded by then; where nothing is to be restored, the model was just built.
-    around(setup.Run, "_load_optimizer", lambda *_: armed.reach("restore"))
-    around(setup, "fingerprint", lambda *_: armed.reach("restore"))
-
-
-def _loader_next(armed: Armed) -> None:
-    from lockstep.trainer import Trainer
-
-    around(Trainer, "_fetch", lambda *_: armed.reach("loader_next"))
-
-
-def _forward(armed: Armed) -> None:
-    from chaos.train import Net
-
-    around(Net, "forward", lambda *_: armed.reach("forward"))
-
-
-def _backward(armed: Armed) -> None:
-    from chaos.train import Chaotic
-
-    plain = Chaotic.loss
-
-    def loss(task: Any, model: Any, batch: Any, context: Any) -> Any:
-        part = plain(task, model, batch, context)
-        if context.training:
-            part.loss_sum.register_hook(lambda _: armed.reach("backward"))
-        return part
-
-    Chaotic.loss = loss  # type: ignore[method-assign]
-
-
-def _reduce_send(armed: Armed) -> None:
-    from lockstep.dist.world import World
-
-    around(World, "exchange", lambda *_: armed.reach("reduce_send"))
-
-
-def _reduce_recv(armed: Armed) -> None:
-    from lockstep.dist.world import World
-
-    around(World, "all_pieces", lambda *_: armed.reach("reduce_recv"))
-
-
-def _before_update(armed: Armed) -> None:
-    import torch
-
-    around(torch.optim.AdamW, "step", lambda *_: armed.reach("before_update"))
-
-
-def _mid_update(armed: Armed) -> None:
-    import torch
-
-    plain = torch.optim.AdamW.step
-
-    def step(optimizer: Any, *args: Any) -> None:
-        groups = optimizer.param_groups
-        for number, group in enumerate(groups):
-            if number:
-                armed.reach("mid_update")
-            optimizer.param_groups = [group]
-            plain(optimizer, *args)
-        optimizer.param_groups = groups
-
-    torch.optim.AdamW.step = step  # type: ignore[method-assign]
-
-
-def _after_update(armed: Armed) -> None:
-    from lockstep.trainer import Trainer
-
-    around(Trainer, "record_step", lambda *_: armed.reach("after_update"))
-
-
-def _log_flush(armed: Armed) -> None:
-    from lockstep.observe.events import EventLog
-
-    def torn(log: Any, text: str) -> Callable[[], object]:
-        return lambda: os.write(log._file, text[: len(text) // 2].encode())
-
-    around(EventLog, "_append", lambda log, text: armed.reach("log_flush", torn(log, text)))
-
-
-def _shutdown(armed: Armed) -> None:
-    from lockstep.dist.world import World
-    from lockstep.trainer import Trainer
-
-    around(Trainer, "finish", lambda *_: armed.reach("shutdown"))
-    around(World, "leave", lambda *_: armed.reach("shutdown"))
-
-
-def watch_saves(armed: Armed) -> None:
-    """Come between a save and the disk: its opens, writes, flushes and renames."""
-    from lockstep.checkpoint.store import CheckpointStore
-
-    saving = threading.local()
-    plain_prune = CheckpointStore._prune
+def watch_disk(armed: Armed) -> None:
+    """Come between the run and the disk: opens, writes, flushes and renames of its files."""
     plain = {name: getattr(os, name) for name in ("open", "write", "fsync", "rename")}
+    folder = armed.folder.resolve()
+    checkpoints, events = (f"{folder / name}/" for name in ("checkpoints", "events"))
 
-    def watched(write: Callable[..., Any]) -> Callable[..., Any]:
-        def save(*args: Any) -> Any:
-            was_saving, saving.now = is_now(), True
-            try:
-                return write(*args)
-            finally:
-                saving.now = was_saving
-
-        return save
-
-    def is_now() -> bool:
-        return getattr(saving, "now", False)
+    def path_of(file: Any, folder: int | None = None) -> str:
+        """Return the path of an open file, or of a name in an open folder."""
+        if isinstance(file, int):
+            return os.readlink(f"/proc/self/fd/{file}")
+        base = os.readlink(f"/proc/self/fd/{folder}") if folder is not None else os.getcwd()
+        return os.path.join(base, os.fspath(file))
 
     def opening(path: Any, flags: int, *more: Any, **words: Any) -> int:
-        if is_now() and flags & os.O_EXCL:
+        if flags & os.O_EXCL and path_of(path, words.get("dir_fd")).startswith(checkpoints):
             armed.reach("ckpt_open")
         return int(plain["open"](path, flags, *more, **words))
 
     def writing(file: int, content: Any) -> int:
-        if is_now():
+        path = path_of(file)
+        half = memoryview(content)[: len(content) // 2]
+        if path.startswith(checkpoints):
             Disk.wrote(file)
-            half = memoryview(content)[: len(content) // 2]
             armed.reach("ckpt_write", lambda: plain["write"](file, half))
+        elif path.startswith(events):
+            armed.reach("log_flush", lambda: plain["write"](file, half))
         return int(plain["write"](file, content))
 
     def flushing(file: int) -> None:
-        if is_now():
+        is_saving = path_of(file).startswith(checkpoints.rstrip("/"))
+        if is_saving:
             armed.reach("ckpt_fsync")
-            plain["fsync"](file)
-            if not getattr(os, "chaos_never_flushes", False):
-                Disk.flushed(file)
-            return
         plain["fsync"](file)
+        if is_saving and not getattr(os, "chaos_never_flushes", False):
+            Disk.flushed(file)
 
     def renaming(old: Any, new: Any, **words: Any) -> None:
-        if is_now():
-            armed.reach("ckpt_rename")
-            Disk.moved(os.fspath(old), os.fspath(new))
+        source, target = (
+            path_of(old, words.get("src_dir_fd")),
+            path_of(new, words.get("dst_dir_fd")),
+        )
+        if source.startswith(checkpoints):
+            is_removal = os.path.basename(target).startswith(".removing")
+            armed.reach("ckpt_prune" if is_removal else "ckpt_rename")
+            Disk.moved(source, target)
         plain["rename"](old, new, **words)
 
-    def pruning(*args: Any) -> None:
-        armed.reach("ckpt_prune")
-        plain_prune(*args)
-
-    for name in ("save", "write_share"):
-        setattr(CheckpointStore, name, watched(getattr(CheckpointStore, name)))
-    CheckpointStore._prune = pruning  # type: ignore[method-assign]
     os.open, os.write, os.fsync, os.rename = opening, writing, flushing, renaming
 
-
-PLACES: dict[str, Callable[[Armed], None]] = {
-    "rendezvous": _rendezvous,
-    "restore": _restore,
-    "loader_next": _loader_next,
-    "forward": _forward,
-    "backward": _backward,
-    "reduce_send": _reduce_send,
-    "reduce_recv": _reduce_recv,
-    "before_update": _before_update,
-    "mid_update": _mid_update,
-    "after_update": _after_update,
-    "log_flush": _log_flush,
-    "shutdown": _shutdown,
-}
 
 if LAUNCHER in os.environ:
     os.register_at_fork(after_in_child=struck_at_fork)

@@ -7,6 +7,8 @@ FOLDER/chaos when a leg is named; without one this is a plain run of lockstep.
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from chaos.schedule import Leg
-from lockstep import RunConfig, Task
-from lockstep.task import Context, PartialLoss
+from lockstep import Context, PartialLoss, RunConfig, RunResult, Task, fit
+from lockstep_recipes import command
+
+Reach = Callable[[str], None]
 
 SAMPLES = 100
 """Eight steps of four leaves and one of two: with three or four ranks some borrow a leaf."""
@@ -40,10 +44,36 @@ class Net(nn.Module):
         return self.head(self.norm((wide + seen).transpose(1, 2)).mean(dim=2))
 
 
+class HalvedAdamW(torch.optim.AdamW):
+    """AdamW that updates one parameter group after the other; faults strike in between."""
+
+    reach: Reach = staticmethod(lambda point: None)
+
+    def step(self, closure: Any = None) -> None:
+        groups = self.param_groups
+        for number, group in enumerate(groups):
+            if number:
+                self.reach("mid_update")
+            self.param_groups = [group]
+            super().step(closure)
+        self.param_groups = groups
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reach("restore")  # the model is restored by then
+        super().load_state_dict(state)
+
+
 class Chaotic(Task):
-    """Regression with a weight for each sample."""
+    """Regression with a weight for each sample.
+
+    Args:
+        reach: Called with the name of a point where a fault may strike.
+    """
 
     name = "chaos"
+
+    def __init__(self, reach: Reach = lambda point: None) -> None:
+        self.reach = reach
 
     def build_model(self) -> nn.Module:
         return Net()
@@ -52,7 +82,9 @@ class Chaotic(Task):
         halves = [list(model.widen.parameters()), []]
         known = {id(p) for p in halves[0]}
         halves[1] = [p for p in model.parameters() if id(p) not in known]
-        return torch.optim.AdamW([{"params": half} for half in halves], lr=lr)
+        optimizer = HalvedAdamW([{"params": half} for half in halves], lr=lr)
+        optimizer.reach = self.reach
+        return optimizer
 
     def train_data(self) -> list[Tensor]:
         generator = torch.Generator().manual_seed(5)
@@ -101,15 +133,19 @@ def main(argv: list[str]) -> None:
         from chaos.mutants import MUTANTS
 
         MUTANTS[argv[3]].plant()
-    leg = Leg(1, ())
-    if number is not None:
-        from chaos.points import arm
+    command.train(lambda _: partial(train, folder, num_steps, number), [])
 
-        leg = arm(folder, number)
 
-    from lockstep_recipes import command
+def train(folder: Path, num_steps: int, number: int | None) -> RunResult:
+    """Train plainly, or under the faults of a leg."""
+    if number is None:
+        return fit(Chaotic(), config_for(folder, num_steps, Leg(1, ())))
+    from chaos.points import arm
 
-    command.train(lambda _: (Chaotic(), config_for(folder, num_steps, leg)), [])
+    leg, faults = arm(folder, number)
+    result = fit(Chaotic(faults.armed.reach), config_for(folder, num_steps, leg), [faults])
+    faults.armed.reach("shutdown")  # a second time, after everything is closed
+    return result
 
 
 if __name__ == "__main__":

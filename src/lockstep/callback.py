@@ -42,8 +42,12 @@ class RunView(Protocol):
     def log(self, name: str, value: Tensor | float) -> None:
         """Add a number to the next log line, as a mean over calls and ranks."""
 
-    def stop(self, reason: str) -> None:
-        """Stop cleanly after this step, on every rank, as soon as one of them asks."""
+    def stop(self, reason: str, *, save: bool = True) -> None:
+        """Stop cleanly after this step, on every rank, as soon as one of them asks.
+
+        With `save=False` the run ends without its last checkpoint, which is for a callback that
+        has changed the weights. A custom loop saves as it likes.
+        """
 
 
 class Callback:

@@ -47,8 +47,8 @@ class CustomLoop:
         """Write this rank's number to the logger `lockstep`: a custom loop has no log lines."""
         _log.info("step %d: %s %.6g", self.step, name, float(value))
 
-    def stop(self, reason: str) -> None:
-        """Stop the loop after this step, on every rank."""
+    def stop(self, reason: str, *, save: bool = True) -> None:
+        """Stop the loop after this step, on every rank; whether to save is up to the loop."""
         self.stop_reason = reason or "a callback asked for it"
 
     def start_step(self, model: nn.Module, optimizer: Optimizer, batch: StepBatch) -> None:

@@ -40,7 +40,7 @@ PEER_GONE_TEXT = (
     "lockstep: rank {rank} lost its connection: another rank ended\n"
     "  try: read the error of that rank above or in its log; LOCKSTEP_TRACEBACK=1 shows this one\n"
 )
-"""Printed in place of a traceback that would hide the one of the rank that failed."""
+"""Printed instead of a traceback, which would hide that of the rank that failed."""
 
 _UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -143,7 +143,7 @@ def hide_tracebacks() -> None:
     """Print uncaught lockstep errors of a script without a traceback.
 
     The script exits with the error's exit code instead of 1. A rank that failed only because
-    another one ended says so in place of a traceback. Other exceptions go to the previous
+    another one ended prints that instead of a traceback. Other exceptions go to the previous
     `sys.excepthook`; so do lockstep errors, if a user has replaced python's own hook.
     """
     if getattr(sys.excepthook, "func", None) is not _end:
@@ -161,7 +161,7 @@ def own_exit_code() -> Iterator[None]:
 
 
 def sentence(error: LockstepError) -> str:
-    r"""Return the text printed for an error in place of a traceback: problem, remedy, place.
+    r"""Return the text printed for an error instead of a traceback: problem, remedy, place.
 
     >>> sentence(ConfigError("batch_size is 0", "pass batch_size=1"))
     'lockstep: batch_size is 0\n  try: pass batch_size=1\n'

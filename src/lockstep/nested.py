@@ -1,7 +1,7 @@
 """Tensors in nested dicts, lists, tuples and named tuples: batches, samples and states.
 
 Owns: walking such a tree. Does not own: trees of checkpoints, which hold plain values too and
-refuse all else (`checkpoint/state.py`), nor hashing a sample (`data/contents.py`).
+refuse anything else (`checkpoint/state.py`), or hashing a sample (`data/contents.py`).
 """
 
 import copy
@@ -17,17 +17,29 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     >>> map_tensors(Tensor.neg, {"x": [Tensor([1.0]), "name"]})
     {'x': [tensor([-1.]), 'name']}
     """
-    if isinstance(tree, Tensor):
+    return map_leaves(change, tree, _is_tensor)
+
+
+def map_leaves(change: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool]) -> Any:
+    """Return `tree` with every node changed for which `is_leaf` is true.
+
+    Containers keep their types.
+    """
+    if is_leaf(tree):
         return change(tree)
     if isinstance(tree, dict):
         changed = copy.copy(tree)  # whatever kind of dict it is
-        changed.update((key, map_tensors(change, value)) for key, value in tree.items())
+        changed.update((key, map_leaves(change, value, is_leaf)) for key, value in tree.items())
         return changed
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(change, value) for value in tree))
+        return type(tree)(*(map_leaves(change, value, is_leaf) for value in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(map_tensors(change, value) for value in tree)
+        return type(tree)(map_leaves(change, value, is_leaf) for value in tree)
     return tree
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, Tensor)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

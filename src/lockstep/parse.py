@@ -58,7 +58,7 @@ def in_a_sentence(kind: type[BaseModel], values: Mapping[str, Any]) -> Iterator[
     """Convert pydantic's error about `values` into one sentence about the first problem.
 
     Raises:
-        ConfigError: in place of pydantic's error.
+        ConfigError: instead of pydantic's error.
     """
     _check_storable(values, ())
     try:

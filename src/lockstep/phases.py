@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 BuildPhase = Literal["open folder", "build data", "find checkpoint", "plan batches", "build model"]
-"""What `prepare` does, in this order. A listener that hears it is added in `configure`."""
+"""The phases of `prepare`, in this order. Add a listener for them in `Callback.configure`."""
 StepPhase = Literal["data", "forward", "backward", "exchange", "update", "evaluate", "save"]
 """Waiting for data, the passes of a micro-batch, waiting for the gradients and sums of all ranks,
 the optimizer step, an evaluation, a checkpoint. On a GPU these are the times of the host."""

@@ -130,7 +130,7 @@ def refuse_shared(folder: Path, is_accepted: bool = False) -> None:
 
 
 def refuse_link(folder: Path, name: str) -> None:
-    """Refuse a link in place of a file or folder that the run will write.
+    """Refuse a link at the path of a file or folder that the run will write.
 
     Raises:
         CheckpointError: with the target of the link.
@@ -180,7 +180,7 @@ def _stat_of_new_folder(folder: Path) -> os.stat_result | None:
 
 
 def _refuse_foreign_link(folder: Path) -> None:
-    """Refuse a link in place of the checkpoints, unless the user created it."""
+    """Refuse a link at the path of the checkpoints, unless the user created it."""
     if folder.is_symlink() and folder.lstat().st_uid not in (os.geteuid(), 0):
         raise CheckpointError(
             f"{folder} is a link to {os.readlink(folder)} that user {folder.lstat().st_uid} made",

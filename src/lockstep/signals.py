@@ -203,7 +203,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
     """Replace the default action; the pipe reports the signal."""
 
 
-def leave_signals_to_parent(worker: int) -> None:
+def leave_signals_to_parent() -> None:
     """Ignore stop signals in a loader worker, which ends with its parent.
 
     A scheduler signals every process of a job. If a worker died, its parent would miss the

@@ -43,7 +43,7 @@ class FakeWorld(World):
 
 
 class ManualClock:
-    """A clock that moves when told to."""
+    """A clock that only `advance` moves."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

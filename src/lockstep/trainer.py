@@ -1,8 +1,8 @@
 """The loop: step; then log, evaluate, save when due; stop cleanly.
 
-Owns: the life of a run, from the launch to the exit code. Does not own: any
-arithmetic; it calls the parts in order. Whatever must be alike on all ranks is
-decided from reduced values or by `World.all_max`, never by one rank.
+Owns: the order of a run, from the launch to the exit code. Does not own: any arithmetic; it calls
+the parts. All ranks must make the same decisions, so the trainer decides from reduced values or
+by `World.all_max`, never on one rank alone.
 """
 
 import signal
@@ -61,16 +61,15 @@ from lockstep.signals import (
     note_exit_code,
 )
 from lockstep.step.report import StepReport
-from lockstep.step.train_step import train_step
 from lockstep.task import Task
 
 WAIT_FOR_OTHERS_S = 10.0
-"""How long a rank that met an error in a step waits for the others to meet one too."""
+"""How long a rank with an error in a step waits for the others to report one too."""
 
 
 @dataclass
 class Votes:
-    """What a rank brings to the vote before a step; numbers, of which the largest counts."""
+    """A rank's vote before a step. The largest value of each field over all ranks counts."""
 
     stop_code: int
     """The exit code to stop with, or 0."""
@@ -78,24 +77,26 @@ class Votes:
     trained_changed: bool
     has_new_buffers: bool
     wants_to_stop: bool
-    """Whether a callback asked for the end of the run."""
+    """Whether a callback asked the run to stop."""
+    stops_unsaved: bool
+    """Whether it asked to stop without a last checkpoint."""
     save_has_failed: bool
     save_is_busy: bool
 
     def of_all_ranks(self, world: World) -> "Votes":
-        """Return the largest of each over all ranks. Collective."""
+        """Return the largest value of each field over all ranks. Collective."""
         return Votes(*world.all_max(*map(int, astuple(self))))  # type: ignore[arg-type]
 
 
 def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Train `task` as `config` says, on as many ranks as were launched.
 
-    Resumes from the newest good checkpoint in `config.output_dir` if there is one. SIGTERM and
-    Ctrl-C save after the current step, or before the next batch of an evaluation, on all ranks;
-    a second signal leaves at once, without saving.
+    Resumes from the newest valid checkpoint in `config.output_dir` if there is one. On SIGTERM
+    or Ctrl-C all ranks save after the current step, or before the next batch of an evaluation,
+    and stop. A second signal ends the process at once, without saving.
 
     Raises:
-        LockstepError: the same on every rank, with what is wrong and what to try.
+        LockstepError: the same on every rank, with the problem and a remedy.
     """
     with own_exit_code(), ExitStack() as stack:
         world = World.enter(config.device, config.timeout_s)
@@ -103,7 +104,8 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack, callbacks)
         trainer = Trainer(run, signals, stack)
-        plan, total_steps = run.loader.plan, run.loader.total_steps
+        plan = run.loader.plan
+        total_steps = run.loader.total_steps
         schedule = build_schedule(run.config.schedule, plan.steps_per_epoch, total_steps)
         for batch in trainer.steps():
             run.set_rate(schedule(batch.step))
@@ -112,27 +114,27 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
 
 
 class Trainer:
-    """Takes a prepared run through its steps. The steps themselves are the caller's.
+    """Runs a prepared run; the caller takes the steps.
 
-    A loop is `for batch in trainer.steps()`, in it `trainer.step(batch)`, or a step of your own
-    and `trainer.record_step(report, batch)`, and `trainer.finish()` after it. `fit` is such a loop;
-    docs/own_loop.md shows another.
+    Loop over `trainer.steps()`. For each batch call `trainer.step(batch)`, or take your own step
+    and call `trainer.record_step(report, batch)`. After the loop call `trainer.finish()`. `fit` is
+    such a loop; docs/own_loop.md shows another.
 
     Args:
         run: From `prepare`.
         signals: Already entered.
-        stack: Closes what the trainer opens.
-        also_say: Lines for the first rank to print with its own before the first step.
+        stack: Closes the trainer's files and threads.
+        extra_lines: Lines for the first rank to print with the banner before the first step.
     """
 
     def __init__(
-        self, run: Run, signals: StopSignals, stack: ExitStack, also_say: Sequence[str] = ()
+        self, run: Run, signals: StopSignals, stack: ExitStack, extra_lines: Sequence[str] = ()
     ) -> None:
         self.run = run
         self.signals = signals
-        # Before what closes the last save: how much is saved is known after it.
-        refuse_early_exit(stack, run.world, self._lost_by_leaving)
-        self.record = Record(run, stack, also_say)
+        # Pushed first, so that it runs after the last save is closed and knows what was saved.
+        refuse_early_exit(stack, run.world, self._lost_by_exit)
+        self.record = Record(run, stack, extra_lines)
         self.events = self.record.events
         self.saver = Saver(run, self.record, stack)
         self.evaluator = Evaluator(run, self.events, lambda: signals.exit_code)
@@ -143,41 +145,45 @@ class Trainer:
         """The exit code of the signal that ended the steps early."""
         self.stop_reason = ""
         """Why a callback ended the steps early."""
+        self.stops_unsaved = False
+        """Whether that callback asked for no last checkpoint."""
         self.has_finished = False
         """Whether everything is saved and nothing is left to do."""
         self._callback_error: Exception | None = None
-        """What a callback of this rank raised, until the ranks agree on it."""
+        """The error of a callback on this rank, until the ranks agree on it."""
         self._announced_step = self.saver.saved_step
-        """The newest checkpoint that callbacks know of."""
-        self._made_up_at: int | None = None
-        """The step whose checkpoint says that an evaluation is owed, which has been made since."""
+        """The newest checkpoint that callbacks were called for."""
+        self._late_evaluation_step: int | None = None
+        """The step of a checkpoint that lacked its evaluation, which this run has made up for."""
         self._num_new = 0
-        """The samples of the last step."""
-        self._repeats = False
-        """Whether the step under way is to be taken again, in smaller micro-batches."""
-        self._num_followed = 0
-        """How often the step under way was taken again for other trained parameters."""
-        self._began = self._step_began = time.monotonic()
+        """The number of samples in the last step."""
+        self._repeats_step = False
+        """Whether to repeat the current step with smaller micro-batches."""
+        self._num_replications = 0
+        """How often the model was replicated again during the current step."""
+        self._began = time.monotonic()
+        self._step_began = self._began
         signals.unsaved = self._unsaved
         signals.is_quiet = not run.world.is_first
         position.own.reach(run.progress.step)
-        stack.push(self._say_where)
+        stack.push(self._add_place)
         stack.push(self._save_good_steps)
 
     def steps(self) -> Iterator[StepBatch]:
-        """Yield the batches of the steps that are left; log, evaluate and save between them.
+        """Yield the batches of the remaining steps; log, evaluate and save between them.
 
-        Ends early, on all ranks, when one of them was asked to stop: after the step, or before the
-        next batch of an evaluation, which is then repeated when the run resumes. Collective.
+        Ends early on all ranks if one of them was asked to stop: after the step, or before the
+        next batch of an evaluation. A resume then repeats the evaluation. Collective.
 
         Raises:
-            LockstepError: on all ranks, what one of them met; the good steps are saved first.
-            Exception: what the task raised in an evaluation, on the rank where it did; on the
-                others an OtherRankError. The steps are saved first, except with a sharded model.
+            LockstepError: on all ranks, if one of them raised it. Finished steps are saved first.
+            Exception: raised by the task in an evaluation, on that rank; the others raise an
+                OtherRankError. Finished steps are saved first, except with a sharded model.
         """
-        run, progress = self.run, self.run.progress
+        run = self.run
+        progress = self.run.progress
         self._call("on_run_start")
-        if not self._make_up_evaluation():
+        if not self._evaluate_late():
             return
         batches = iter(run.loader)
         upcoming = self._fetch(batches)
@@ -187,20 +193,20 @@ class Trainer:
                 self.stopped_by = stop_code
                 return
             assert isinstance(upcoming, StepBatch)
-            self._repeats = False
+            self._repeats_step = False
             self._step_began = time.monotonic()
             self.skipped_steps.keep_buffers()
             self._call("on_step_start", upcoming)
             self.buffers.begin_step()
             yield upcoming
-            if self._repeats:
+            if self._repeats_step:
                 batches = iter(run.loader)
             elif progress.step != upcoming.step + 1:
                 raise RuntimeError(
                     "a loop over steps() calls step(batch) or record_step(report, batch) for each"
                 )
             upcoming = self._fetch(batches)  # while the device is still busy
-            if not self._repeats:
+            if not self._repeats_step:
                 self.record.throughput.step_done(self._num_new)
                 self._log_evaluate_save()
                 if self.stopped_by:
@@ -209,8 +215,9 @@ class Trainer:
     def step(self, batch: StepBatch) -> None:
         """Take a step with the run's own loss and settings, and count it. Collective.
 
-        What does not fit in memory is taken again in pieces of half the size. A step in which
-        `requires_grad` of a parameter changed is taken again with the model replicated for it.
+        A step that does not fit in memory is repeated with micro-batches of half the size. If
+        `requires_grad` of a parameter changed in the step, the model is replicated again and the
+        step repeated.
         """
         run = self.run
         run.uses_task_loss = True
@@ -220,74 +227,52 @@ class Trainer:
         except OutOfMemoryError as error:
             too_large = error.problem
         except TrainedParametersError:
-            if run.world.size > 1 and not self._agrees_on_memory:  # others may not know of it
+            if run.world.size > 1 and not run.agrees_on_memory:  # maybe on this rank only
                 raise
         else:
-            self._num_followed = 0
+            self._num_replications = 0
             self.record_step(report, batch)
             return
-        # Out here: an error holds on to what filled the memory, and to the old replica.
+        # Outside the handlers: the exception keeps the tensors and the old replica alive.
         if too_large:
             halve(run, too_large, self.events)
-            self._repeats = True
+            self._repeats_step = True
         else:
             self._replicate_for_trained()
             self.step(batch)
 
-    @property
-    def _agrees_on_memory(self) -> bool:
-        """Whether ranks vote in each step on whether it fits into the memory of all of them."""
-        run, config = self.run, self.run.config
-        # A loss that compares samples would be another one for half of them.
-        gathers = run.task.gathers and (run.world.size > 1 or not config.exact)
-        talks = run.world.size > 1 and (config.sync_batch_norm or config.parallel == "fsdp")
-        return config.on_out_of_memory == "halve" and not (gathers or talks)
-
     def _train(self, batch: StepBatch) -> StepReport:
-        run, config = self.run, self.run.config
+        take_step = self.run.train_step
+        assert take_step is not None  # `prepare` has replicated the model
+        self.run.non_finite = take_step.non_finite
         try:
-            return train_step(
-                run.task.loss,
-                run.model,
-                run.optimizer,
-                batch,
-                run.world,
-                weights=run.task.weights,
-                seed=config.seed,
-                max_grad_norm=config.max_grad_norm,
-                autocast=run.autocast,
-                scaler=run.scaler,
-                exact_reducer=run.exact_reducer,
-                non_finite=self.skipped_steps.flag(),
-                agree_on_memory=self._agrees_on_memory,
-                trained=run.trained,
-                buffers_later=True,
-            )
+            return take_step(batch)
         except RuntimeError as error:
             raise_if_not_deterministic(error)
             raise_if_out_of_reach(error)
             raise
 
     def _replicate_for_trained(self) -> None:
-        """Replicate the model once more for this step, for what it trains now. Collective."""
-        self._num_followed += 1
-        if self._num_followed > 1:
+        """Replicate the model again in this step, for its new trained parameters. Collective."""
+        self._num_replications += 1
+        if self._num_replications > 1:
             raise ConfigError(
                 "requires_grad changes each time the loss is computed",
                 "change it once, depending on context.step",
             )
-        refused: LockstepError | None = None
+        failure: LockstepError | None = None
         try:
-            self._follow_trained()
+            self._update_trained()
         except LockstepError as error:
-            refused = error
-        if refused:
+            failure = error
+        if failure:
             self._drop_step()
-            self._agree(refused)  # the steps before are saved, and then this is raised
+            self._agree(failure)  # saves the steps before, then raises
 
     def record_step(self, report: StepReport, batch: StepBatch) -> None:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
-        run, before = self.run, self.run.progress.consumed
+        run = self.run
+        before = self.run.progress.consumed
         self.buffers.end_step()
         if self.report is None:
             self._check_first_step(report)
@@ -306,7 +291,7 @@ class Trainer:
         self._call("on_step_end", batch, report)
 
     def _check_first_step(self, report: StepReport) -> None:
-        """Refuse what differs between ranks now: the first save may be hours away. Collective."""
+        """Refuse differences between ranks now: the first save may be hours away. Collective."""
         run = self.run
         if run.exact_reducer:
             run.exact_reducer.raise_if_unused()
@@ -320,16 +305,18 @@ class Trainer:
             self.events.write("compiled", run.progress.step, local_seconds=seconds)
 
     def finish(self) -> RunResult:
-        """Save what is not saved yet, and say how the run ended. Collective.
+        """Save the last steps, unless a callback asked not to, and report how the run ended.
+
+        Collective.
 
         Raises:
-            CheckpointError: on all ranks, it could not be saved.
+            CheckpointError: on all ranks, if the save failed.
         """
         step = self.run.progress.step
         try:
             self.saver.finish_save()
             self.saver.is_last = True
-            if self.saver.saved_step != step:
+            if self.saver.saved_step != step and not self.stops_unsaved:
                 self._save()
             self.saver.finish_save()
         except CheckpointError as error:
@@ -355,24 +342,26 @@ class Trainer:
         return result
 
     def _call(self, method: str, *args: object) -> None:
-        """Call a method of every callback; what one raises, the next `_agree` raises everywhere."""
+        """Call a method of every callback; the next `_agree` raises its error on all ranks."""
         try:
             self.run.callbacks.call(method, self.run, *args)
         except Exception as error:
             self._callback_error = self._callback_error or error
 
     def _announce_checkpoint(self) -> None:
-        """Tell callbacks of a checkpoint that is complete by now on every rank. Collective."""
+        """Call callbacks for a checkpoint that is now complete on every rank. Collective."""
         if not self.run.callbacks or self.saver.saved_step in (None, self._announced_step):
             return
         self.saver.finish_save()
-        if self.saver.saved_step is not None:  # or it could not be saved
+        if self.saver.saved_step is not None:  # None if the save failed
             self._announced_step = self.saver.saved_step
             self._call("on_checkpoint_saved", self.run.store.path(self._announced_step))
 
     def _log_evaluate_save(self) -> None:
-        """Log, close the epoch, evaluate, save: each when it is due. Collective."""
-        run, config, progress = self.run, self.run.config, self.run.progress
+        """Log, end the epoch, evaluate and save, each if due. Collective."""
+        run = self.run
+        config = self.run.config
+        progress = self.run.progress
         at_end = progress.step == run.loader.total_steps
         if at_end or progress.step % config.log_every == 0:
             self._check_finite()
@@ -383,13 +372,13 @@ class Trainer:
         saves = at_end or self._is_due(config.checkpoint)
         if not (closes or evaluates or saves):
             return
-        progress.sum_pending()  # waits for the GPU: that is training time, not a pause
+        progress.sum_pending()  # waits for the GPU, which counts as training time
         with self.record.throughput.pausing():
             if closes:
                 self.record.close_epoch()
             is_best = self._evaluate() if evaluates else False
-            if (saves or is_best) and not self.stopped_by:  # else `finish` saves
-                self._agree(None)  # on the trained parameters, which a checkpoint names
+            if (saves or is_best) and not self.stopped_by:  # if stopped, `finish` saves
+                self._agree(None)  # on the trained parameters, which the checkpoint lists
                 self._save(is_best)
 
     def _fetch(self, batches: Iterator[StepBatch]) -> StepBatch | LockstepError | None:
@@ -403,15 +392,17 @@ class Trainer:
                 return None
 
     def _agree(self, upcoming: object) -> int:
-        """Return the exit code to stop with, or 0; raise on all ranks what one of them met."""
+        """Return the exit code to stop with, or 0; raise on all ranks if one has an error."""
         problem = upcoming if isinstance(upcoming, Exception) else self._callback_error
-        run, world = self.run, self.run.world
+        run = self.run
+        world = self.run.world
         votes = Votes(
             stop_code=self.signals.exit_code,
             has_failed=problem is not None,
             trained_changed=run.trained.have_changed,
             has_new_buffers=self.buffers.has_news,
             wants_to_stop=bool(run.stop_reason),
+            stops_unsaved=run.stops_unsaved,
             save_has_failed=self.saver.writer.has_failed,
             save_is_busy=self.saver.writer.is_busy,
         ).of_all_ranks(world)
@@ -422,13 +413,14 @@ class Trainer:
         self.saver.finish_save_if_ready(votes.save_has_failed, votes.save_is_busy)
         if not votes.save_is_busy:
             self._announce_checkpoint()
-        if votes.wants_to_stop:  # one rank's reason stands for all
+        if votes.wants_to_stop:  # all ranks take the first reason given
             self.stop_reason = next(text for text in world.all_texts(run.stop_reason) if text)
+            self.stops_unsaved = bool(votes.stops_unsaved)
         if votes.has_failed:
             self._save_and_raise(problem)
         if votes.trained_changed:
             try:
-                self._follow_trained()
+                self._update_trained()
             except LockstepError as error:
                 problem = error
             if problem:
@@ -436,7 +428,7 @@ class Trainer:
         return votes.stop_code
 
     def _save_and_raise(self, problem: Exception | None) -> NoReturn:
-        """Save the steps that were good, then raise on all ranks what failed. Collective."""
+        """Save the finished steps, then raise the error on all ranks. Collective."""
         self.saver.run_has_failed = True
         if self.saver.saved_step != self.run.progress.step:
             self._save()
@@ -445,39 +437,40 @@ class Trainer:
             time.sleep(SPEAK_FIRST_S)  # only the other rank has the traceback
         raise_together(self.run.world, problem)
 
-    def _follow_trained(self) -> None:
-        """Train the parameters that require a gradient now, and say so. Collective."""
-        changes = self.run.follow_trained()
+    def _update_trained(self) -> None:
+        """Train the parameters that now require a gradient, and log the change. Collective."""
+        changes = self.run.update_trained()
         self.events.write("trained_parameters", self.run.progress.step, message=changes)
 
     def _is_due(self, when: Cadence) -> bool:
-        progress, per_epoch = self.run.progress, self.run.contract.plan.samples_per_epoch
+        progress = self.run.progress
+        per_epoch = self.run.contract.plan.samples_per_epoch
         epochs = Fraction(progress.consumed, per_epoch) if when.every_epochs else None
         return when.is_due(progress.step, epochs, Fraction(self._num_new, per_epoch))
 
-    def _make_up_evaluation(self) -> bool:
-        """Evaluate if the checkpoint owes it; return whether the run may continue. Collective."""
+    def _evaluate_late(self) -> bool:
+        """Make the evaluation that the checkpoint lacks; return whether to continue. Collective."""
         if not self.run.progress.owes_evaluation or self.run.held_out is None:
             return True
         is_best = self._evaluate()
         if self.stopped_by:
             return False
-        self._made_up_at = self.run.progress.step
+        self._late_evaluation_step = self.run.progress.step
         self._save(is_best)
         return True
 
     def _evaluate(self) -> bool:
         """Evaluate; return whether the weights are the best so far. Collective.
 
-        If a rank is asked to stop meanwhile, `stopped_by` is set on all of them, what was measured
-        is dropped, and the evaluation stays owed: the next run begins with it. If it fails, the
-        steps are saved before the error is raised, and it stays owed too.
+        If a rank is asked to stop meanwhile, all ranks set `stopped_by` and drop the results. If
+        the evaluation fails, the steps are saved before the error is raised. In both cases the
+        next run starts with this evaluation.
         """
         try:
             is_best = self.evaluator.evaluate()
         except (StopRequested, KeyboardInterrupt) as request:
             if isinstance(request, KeyboardInterrupt) and self.run.world.size > 1:
-                raise  # the other ranks know nothing of it, and wait
+                raise  # the other ranks were not interrupted, and wait
             interrupted = EXIT_CODES[signal.SIGINT]
             self.stopped_by = getattr(request, "exit_code", interrupted)
             self.events.write("evaluation_interrupted", self.run.progress.step)
@@ -490,35 +483,36 @@ class Trainer:
         return is_best
 
     def _save(self, is_best: bool = False) -> None:
-        """Save the run as it stands, with what an evaluation of this step found. Collective."""
+        """Save the run, with the metrics of an evaluation at this step. Collective."""
         self._announce_checkpoint()
         self._check_finite()
         step = self.run.progress.step
         metrics = self.evaluator.metrics if self.evaluator.step == step else {}
         with self.run.world.phase("save"):
-            self.saver.save(metrics, is_best, replace=self._made_up_at == step)
+            self.saver.save(metrics, is_best, replace=self._late_evaluation_step == step)
 
     def _check_finite(self) -> None:
-        """Raise, on all ranks alike, if a step since the last look was no longer arithmetic."""
-        bad = None if self.run.non_finite is None else self.run.progress.sum_pending()
-        if bad:
+        """Raise on all ranks if a step since the last check was non-finite. Collective."""
+        non_finite = None if self.run.non_finite is None else self.run.progress.sum_pending()
+        if non_finite:
             self.saver.finish_save()
-            self.skipped_steps.add(*bad)
+            self.skipped_steps.add(*non_finite)
 
     def _unsaved(self) -> str:
-        """Say what a run that ended now would lose; empty when everything is saved.
+        """Describe what a run that ended now would lose; "" if everything is saved.
 
-        Called from the thread that receives signals, so it only reads numbers.
+        The signal thread calls this, so it only reads numbers.
         """
-        step, saved = self.run.progress.step, self.saver.committed_step
+        step = self.run.progress.step
+        saved = self.saver.committed_step
         if self.has_finished or step == saved:
             return ""
         if saved is None:
             return f"there is no checkpoint yet, and the run, at step {step}, will start over"
         return f"the steps since checkpoint step {saved} will be repeated (the run was at {step})"
 
-    def _lost_by_leaving(self) -> str:
-        """Say the same of a run that is being left; only the first rank knows every checkpoint."""
+    def _lost_by_exit(self) -> str:
+        """Describe what an exit now loses; only the first rank knows every checkpoint."""
         lost = self.signals.unsaved()
         if not lost or self.run.world.is_first:
             return lost
@@ -526,10 +520,10 @@ class Trainer:
         return f"the steps since the newest checkpoint will be repeated (the run was at {step})"
 
     def _save_good_steps(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Save what was trained before a step that failed and has not changed a weight.
+        """Save the finished steps if a step fails before it changes a weight.
 
-        The loop may be the user's, and such an error leaves it without passing through `steps`.
-        Collective if all ranks met an error; a rank that met one alone does not save.
+        Such an error may leave a custom loop without returning to `steps`. Collective if all
+        ranks have an error; a rank that fails alone does not save.
         """
         step = self.run.progress.step
         if not isinstance(error, LockstepError) or not error.is_before_update:
@@ -543,17 +537,17 @@ class Trainer:
             try:
                 self._save()
                 self.saver.finish_save()
-            except LockstepError as lost:  # it must not hide why the run ends
+            except LockstepError as lost:  # must not hide the first error
                 self.events.write("warning", step, message=f"NOT SAVED: {lost.problem}")
 
     def _drop_step(self) -> None:
-        """Take back what the forward passes of a failed step did to running statistics."""
+        """Undo what the forward passes of a failed step did to running statistics."""
         self.skipped_steps.drop_step()
         if self.run.exact_reducer:
             self.run.exact_reducer.drop_step()
 
-    def _say_where(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Note on whatever ends the run which rank met it, and when."""
+    def _add_place(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Add the rank and the step to an exception that ends the run."""
         position.own.leave_run()
         if error is not None:
             error.add_note(f"on rank {self.run.world.rank}, after step {self.run.progress.step}")

@@ -54,8 +54,9 @@ class Flags(argparse.ArgumentParser):
         value = action.default
         if value is not False and value not in (None, [], argparse.SUPPRESS):
             words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            said = words.replace("%", "%%")
-            action.help = f"{action.help} (default: {said})" if action.help else f"default: {said}"
+            default = words.replace("%", "%%")
+            text = f"default: {default}"
+            action.help = f"{action.help} ({text})" if action.help else text
         return action
 
     def add_run_flags(
@@ -187,7 +188,7 @@ def task_config(kind: type[Model], args: argparse.Namespace, **own: Any) -> Mode
 
 
 def rehearse(args: argparse.Namespace, small: str, asked: str) -> None:
-    """Shrink a run to a few steps that start from scratch in a folder of their own.
+    """Shrink a run to a few steps that start from scratch in a separate folder.
 
     Batch size and accumulation stay, so the batch contract is that of the real run. The
     recipe shrinks the rest itself; `small` and `asked` describe that change in the log.

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from lockstep import Loader, RunConfig
+from lockstep.bench.callback import SHARDED
 from lockstep.bench.forecast import SUM_BYTES, Bucket, Timeline, forecast, slowest_of, step_s
 from lockstep.bench.link import Link, fit_link
-from lockstep.bench.part import SHARDED, BenchPart
-from lockstep.bench.play import Bench, Measured
-from lockstep.bench.probe import Probe
+from lockstep.bench.measured import Measured
+from lockstep.bench.probe import input_samples_per_s
 from lockstep.bench.report import Scaling, alone_s, limit_of
+from lockstep.bench.runs import BenchRuns
 from lockstep.cli.main import main
 from lockstep.dist.pace import Clock
 from lockstep.plan import BatchConfig, plan_batches
@@ -201,16 +202,16 @@ TWO = replace(ONE, facts={**ONE.facts, "global_batch": 16}, ranks=2, sizes=QUICK
         (replace(ONE, local_s=[0.120] * 5), "compute: 99.0 of 100 ms"),  # nobody to blame
         (
             replace(TWO, whole_s=[0.138] * 5),
-            "communication: 38.0 ms of all-reduce do not hide behind 60.0 ms of backward (50.0 ms",
+            "communication: 38.0 ms of all-reduce do not overlap with 60.0 ms of backward (50.0 ms",
         ),
         (
             replace(TWO, whole_s=[0.15] * 5, local_s=[0.149] * 5, wait_s=0.05, local_wait_s=0.05),
-            "input: 50.0 of 150 ms wait for data; the loader alone gives 8000 samples/s, the step "
-            "could take 160",
+            "input: 50.0 of 150 ms wait for data; the loader alone reads 8000 samples/s, the steps "
+            "could use 160",
         ),
         (
             replace(TWO, whole_s=[0.15] * 5, local_s=[0.15] * 5),
-            "each other: a step's own work takes 149 ms beside the other processes, 99.0 ms by ",
+            "contention: a step's own work takes 149 ms beside the other processes, 99.0 ms on ",
         ),
         (
             replace(TWO, sizes=[(4096, 0.004), (2**24, 0.04)], local_s=[0.099] * 5),
@@ -229,7 +230,7 @@ def test_of_a_sharded_model_nothing_is_told_apart_or_forecast() -> None:
     found = Scaling.of(["train.py"], [one, replace(two, local_s=[0.148] * 5)], None)
     assert found.forecasts == []
     assert found.rows[1].communication == 0
-    assert found.rows[1].limit.startswith("sharding or each other: a step's own work takes 147 ms")
+    assert found.rows[1].limit.startswith("sharding or contention: a step's own work takes 147 ms")
     assert found.lines()[-1] == f"  remark: {SHARDED}"
 
 
@@ -237,7 +238,7 @@ def test_what_is_left_out_of_a_measurement_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = {**ONE.facts, "num_workers": 0, "device": "cpu", "remarks": ["without exact mode"]}
-    monkeypatch.setattr(Bench, "measure", lambda *args, **named: replace(ONE, facts=facts))
+    monkeypatch.setattr(BenchRuns, "measure", lambda *args, **named: replace(ONE, facts=facts))
     for verb in ("step", "input"):
         assert say(monkeypatch, verb, "--", "train.py") == 0
         assert capsys.readouterr().out.endswith("  remark: without exact mode\n")
@@ -256,11 +257,10 @@ def test_a_batch_that_a_rank_reads_to_keep_in_step_is_no_input(
 
     plan = plan_batches(BatchConfig(batch_size=2, global_batch_size=6), 60, 2)
     loader = Loader(Slow(range(60)), world, plan=plan, max_steps=1000)
-    probe = Probe(BenchPart(4), tmp_path)
-    run = SimpleNamespace(loader=loader, world=world, config=RunConfig(output_dir=str(tmp_path)))
-    probe.run, probe.clock = run, Clock(world.device)  # type: ignore[assignment]
+    config = RunConfig(output_dir=str(tmp_path))
+    run: Any = SimpleNamespace(loader=loader, world=world, config=config)
     monkeypatch.setattr("lockstep.bench.probe.time.perf_counter", clock)
-    assert probe._input() == {"input_samples_per_s": pytest.approx(50)}
+    assert input_samples_per_s(run, Clock(world.device)) == pytest.approx(50)
 
 
 # --- On real ranks ---
@@ -331,15 +331,15 @@ def test_slow_reading_is_called_the_limit(
         ("scaling --gpus 1,two -- python x.py", "--gpus 1,two is not a list of numbers"),
         ("scaling --gpus 0,2 -- python x.py", "--gpus 0,2 is not a list of numbers"),
         ("scaling -- no_such_program x.py", "no_such_program cannot be started: No such file"),
-        (f"step -- {sys.executable} no_such.py", "the command did not get through (as typed: "),
+        (f"step -- {sys.executable} no_such.py", "the command failed (as typed: "),
         (f"scaling -- {sys.executable} -c pass", "the command ended before it could be measured"),
         (
             "scaling --interconnect nvlnk4 -- x",
-            "--interconnect nvlnk4 is not known\n  try: nvlink4",
+            "--interconnect nvlnk4 is not known\n  try: pass nvlink4",
         ),
         ("scaling --link 10,1 -- x", "--link 10,1 is not a bandwidth and a latency"),
-        ("scaling --picture no/a.png -- x", "no/a.png lies in no folder"),
-        ("collectives --gpus 1", "--gpus 1 is no number of processes to measure between"),
+        ("scaling --picture no/a.png -- x", "no/a.png is in a folder that does not exist"),
+        ("collectives --gpus 1", "--gpus 1: an all-reduce needs 2 processes"),
     ],
 )
 def test_what_cannot_be_measured_is_one_clear_line(

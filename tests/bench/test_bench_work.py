@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._autograd import DeviceType
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
@@ -21,8 +21,8 @@ from lockstep import Loader, PartialLoss, train_step
 from lockstep.bench import limits
 from lockstep.bench.kernels import TRACE_STEPS, Trace, kind_of
 from lockstep.bench.limits import COPY_BYTES, copy_limit, fastest, matmul_limit, update_bytes
+from lockstep.bench.measured import Measured
 from lockstep.bench.operations import Operations
-from lockstep.bench.play import Measured
 from lockstep.bench.report import step_lines
 from lockstep.bench.work import Work
 from lockstep.plan import BatchConfig, plan_batches
@@ -178,7 +178,7 @@ def test_the_limit_is_the_best_of_sizes_until_one_takes_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = iter([1e-3, 4e-3, 1.0])
-    monkeypatch.setattr(limits, "fastest", lambda action, settle: next(times))
+    monkeypatch.setattr(limits, "fastest", lambda action, synchronize: next(times))
     assert matmul_limit(CPU, torch.float32, nothing) == (2 * 1024**3 / 4e-3, 1024)
 
 
@@ -194,7 +194,7 @@ def test_an_update_moves_weights_states_and_averages() -> None:
 
 
 def test_a_copy_is_counted_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "fastest", lambda action, settle: 0.5)
+    monkeypatch.setattr(limits, "fastest", lambda action, synchronize: 0.5)
     assert copy_limit(CPU, nothing) == 4 * COPY_BYTES
 
 
@@ -248,10 +248,10 @@ def test_kernels_are_known_by_their_names() -> None:
 def test_operators_stand_in_for_kernels_on_a_cpu() -> None:
     trace, model = Trace(CPU, nothing), nn.Linear(256, 256)
     for number in range(TRACE_STEPS):
-        trace.next_step(number)
+        trace.start_step(number)
         for _ in range(number + 1):
             model(torch.ones(256, 256))
-    trace.next_step(TRACE_STEPS)
+    trace.start_step(TRACE_STEPS)
     model(torch.ones(256, 256))
     found = trace.to_json()
     (product,) = [each for each in found["names"] if each["name"] == "aten::addmm"]
@@ -327,14 +327,17 @@ def said(found: Measured) -> str:
 def test_a_step_says_how_near_it_is() -> None:
     words = said(FOUND)
     assert (
-        "\n operations 3 TFLOP a step of a rank, 2 to 4: matmul 75 %, attention 25 %; "
-        "without pointwise work, mine.kernel\n" in words
+        "\n operations 3 TFLOP per step and rank, 2 to 4: matmul 75 %, attention 25 %; "
+        "not counted: pointwise work, mine.kernel\n" in words
     )
     assert "\n rate 30 TFLOP/s 30 % of the 100 TFLOP/s that a bf16 matrix product" in words
-    assert "\n update 2.0 ms at least: optimizer and averages move 8 GB, a copy 4e+03 GB" in words
+    assert (
+        "\n update 2.0 ms at least: optimizer and averages move 8 GB, a copy reaches 4e+03 GB"
+        in words
+    )
     assert "\n peak memory 40.00 GB of 140 GB" in words
     assert "\n GPU busy 60 % kernels: matmul 67 %, copies 33 %\n" in words
-    assert words.endswith("the host is the limit: compile: true, larger micro-batches")
+    assert words.endswith("the host is the limit: try compile: true or larger micro-batches")
 
 
 @pytest.mark.parametrize(
@@ -345,11 +348,11 @@ def test_a_step_says_how_near_it_is() -> None:
         (replace(FOUND, work=Work.of([RANK | {"busy_s": None}], 0.1)), "copies 33 %"),
         (
             replace(FOUND, facts=FOUND.facts | {"compile": True}),
-            "the host is the limit: compile: graphs, larger micro-batches",
+            "the host is the limit: try compile: graphs or larger micro-batches",
         ),
         (
             replace(FOUND, facts=FOUND.facts | {"compile": "graphs"}),
-            "the host is the limit: larger micro-batches",
+            "the host is the limit: try larger micro-batches",
         ),
     ],
 )

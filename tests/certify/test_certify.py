@@ -19,18 +19,17 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import trainer
+from lockstep import Loader, World, train_step, unwrap
+from lockstep.certify.callback import CALLBACK
 from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
-from lockstep.certify.compare import compare, read_lives, relative
-from lockstep.certify.part import Actor, Part
+from lockstep.certify.compare import compare, read_attempts, relative
+from lockstep.certify.settings import RunSettings
 from lockstep.certify.trace import hash_of
 from lockstep.certify.verdict import TRY, Finding, find_cause
 from lockstep.cli.certify import certify, lines_of
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.harness.attach import KILLED, write_settings
-from lockstep.run import build as setup
-from lockstep.step import train_step as step
-from lockstep.testing import run_ranks
+from lockstep.harness.attach import KILLED, attached, write_settings
+from lockstep.testing import TinyTask, run_ranks
 
 BIN = Path(sys.executable).parent
 SCRIPT = Path(__file__).with_name("uncertain.py")
@@ -48,55 +47,51 @@ def load_script() -> ModuleType:
     return module
 
 
-def play_forked(
-    defect: str, folder: Path, played: list[str], num_ranks: int = 1
-) -> Callable[[str, Part, int], Path]:
+def run_forked(
+    defect: str, folder: Path, names: list[str], num_ranks: int = 1
+) -> Callable[[str, RunSettings, int], Path]:
     """Return what runs a defect on forked ranks, as the command line does on real processes."""
     script = load_script()
 
-    def act(stage: Path) -> int:
-        actor = Actor(stage)
-        actor.enter_setup(setup)
-        actor.enter_trainer(trainer)
-        trainer.prepare = script.prepare = setup.prepare  # both had it from there already
-        script.Trainer = trainer.Trainer
+    def train(own: Path) -> int:
+        os.environ |= attached(own, CALLBACK)
         code: int = script.main(defect, "unused")
         return code
 
-    def play(name: str, part: Part, ranks: int) -> Path:
-        stage = folder / name
-        stage.mkdir(parents=True)
-        write_settings(stage, **asdict(part))
-        played.append(name)
+    def run_command(name: str, settings: RunSettings, ranks: int) -> Path:
+        own = folder / name
+        own.mkdir(parents=True)
+        write_settings(own, **asdict(settings))
+        names.append(name)
         try:
-            codes = run_ranks(ranks or num_ranks, act, stage)
+            codes = run_ranks(ranks or num_ranks, train, own)
         except RuntimeError as error:
-            if "died without a word" not in str(error) or not (stage / KILLED).exists():
+            if "died without a word" not in str(error) or not (own / KILLED).exists():
                 raise
             try:
-                codes = run_ranks(ranks or num_ranks, act, stage)
+                codes = run_ranks(ranks or num_ranks, train, own)
             except RuntimeError as refused:  # as the command line says it
                 raise LaunchError(str(refused), "run the command by itself") from refused
         assert set(codes) == {0}
-        return stage
+        return own
 
-    return play
+    return run_command
 
 
 def prove_resume(
     defect: str, folder: Path, *, evaluates: bool = False
 ) -> tuple[Certificate, list[str]]:
-    played: list[str] = []
-    play = play_forked(defect, folder, played)
-    return certify_resume(play, 6, evaluates=evaluates), played
+    names: list[str] = []
+    run_command = run_forked(defect, folder, names)
+    return certify_resume(run_command, 6, evaluates=evaluates), names
 
 
 def prove_parity(
     defect: str, folder: Path, gpus: tuple[int, ...] = (1, 2), *, exact: bool = False
 ) -> tuple[Certificate, list[str]]:
-    played: list[str] = []
-    play = play_forked(defect, folder, played)
-    return certify_parity(play, gpus, 3, exact=exact), played
+    names: list[str] = []
+    run_command = run_forked(defect, folder, names)
+    return certify_parity(run_command, gpus, 3, exact=exact), names
 
 
 # --- Defects, by name --------------------------------------------------------
@@ -105,25 +100,37 @@ def prove_parity(
 AFTER_A_RESUME = {
     "OwnOrder": ("data", "step 4, micro-batch 0: samples "),
     "ClockAugmentation": ("augmentation", "step 1, micro-batch 0: samples "),
-    "OwnGenerator": ("RNG", "was given something else; task.noise is elsewhere"),
+    "OwnGenerator": (
+        "RNG",
+        "different inputs to the model; the state of task.noise differs, and is not saved",
+    ),
     "RememberedLoss": ("task state", "task.mean differs, and is not saved"),
-    "UnsavedCount": ("task state", "was given something else; task.seen differs, and is not saved"),
+    "UnsavedCount": (
+        "task state",
+        "different inputs to the model; task.seen differs, and is not saved",
+    ),
     "HiddenCount": ("task state", "the loss depends on something that no checkpoint holds"),
-    "ForgottenCount": ("task state", "; state.seen of the task is not what it was"),
+    "ForgottenCount": ("task state", "; state.seen of the task was not restored"),
     "UnseededData": ("initialisation", "the data set itself differs at every start, not how it is"),
     "UnseededModel": (
         "initialisation",
-        "at the start: 0.bias, 0.weight, 3.bias and 1 more differs",
+        "at the start: 0.bias, 0.weight, 3.bias and 1 more differ, although nothing was restored",
     ),
     "UnseededScale": ("initialisation", "; task.scale differs from the start"),
-    "LostStatistics": ("BatchNorm", "resuming from step 3: 1.running_mean, 1.running_var is not"),
-    "FreshHead": ("weights", "resuming from step 3: 3.bias, 3.weight is not what it was"),
-    "OwnMomentum": ("optimizer", "step 4: the same gradient, and another 0.bias, 0.weight, 3.bias"),
-    "VolatileBuffer": ("buffers", "4.calls is not in state_dict(), and differs"),
+    "LostStatistics": (
+        "BatchNorm",
+        "resuming from step 3: 1.running_mean, 1.running_var were not restored",
+    ),
+    "FreshHead": ("weights", "resuming from step 3: 3.bias, 3.weight were not restored"),
+    "OwnMomentum": (
+        "optimizer",
+        "step 4: the same gradient, but 0.bias, 0.weight, 3.bias and 1 more differ after the",
+    ),
+    "VolatileBuffer": ("buffers", "; 4.calls differs and is not in state_dict()"),
     "ModuleAttribute": ("buffers", "model.4.count differs, and is not saved"),
     "Kernel": ("kernels", "step 1, micro-batch 0: the same inputs and weights"),
     "RateSinceStart": ("learning rate", "step 4: learning rate 0.02 instead of 0.01458"),
-    "OwnScaler": ("scaler", "resuming from step 3: _growth_tracker, scale is not what it was"),
+    "OwnScaler": ("scaler", "resuming from step 3: _growth_tracker, scale were not restored"),
 }
 ON_OTHER_RANKS = {
     "RankOrder": ("data", "step 1, micro-batch 1: samples "),
@@ -134,15 +141,21 @@ ON_OTHER_RANKS = {
         "at the start: 4 samples in a micro-batch instead of 8, 8 samples",
     ),
     "FewerForMore": ("data", "at the start: 24 training samples instead of 48"),
-    "RankNoise": ("RNG", "step 1, micro-batch 1: the same batch, and the model was given"),
+    "RankNoise": (
+        "RNG",
+        "step 1, micro-batch 1: the same batch, but different inputs to the model",
+    ),
     "RankDropout": ("RNG", "step 1, micro-batch 1: the same inputs and weights"),
-    "DividedByWorld": ("loss weighting", "the same outputs, and a loss of "),
-    "OwnCount": ("loss weighting", "the same outputs, and a loss of "),
-    "MisweighedAdversarial": ("loss weighting", "the same outputs, and a loss of "),
+    "DividedByWorld": ("loss weighting", "the same outputs, but a loss of "),
+    "OwnCount": ("loss weighting", "the same outputs, but a loss of "),
+    "MisweighedAdversarial": ("loss weighting", "the same outputs, but a loss of "),
     "Normed": ("BatchNorm", "step 1: 1.num_batches_tracked, 1.running_mean, 1.running_var"),
     "RateByWorld": ("learning rate", "step 1: learning rate 0.08 instead of 0.04"),
-    "DecayByWorld": ("optimizer", "step 2, micro-batch 0: weights that rounding does not explain"),
-    "DetachedGather": ("gradient reduction", "step 1: the same losses, and a gradient of norm "),
+    "DecayByWorld": (
+        "optimizer",
+        "step 2, micro-batch 0: the weights differ by more than rounding",
+    ),
+    "DetachedGather": ("gradient reduction", "step 1: the same losses, but a gradient of norm "),
 }
 
 
@@ -171,17 +184,17 @@ def test_a_defect_after_a_resume_is_called_by_its_name(defect: str, tmp_path: Pa
 @pytest.mark.parametrize("defect", ON_OTHER_RANKS)
 def test_a_defect_on_other_ranks_is_called_by_its_name(defect: str, tmp_path: Path) -> None:
     cause, said = ON_OTHER_RANKS[defect]
-    certificate, played = prove_parity(defect, tmp_path)
+    certificate, names = prove_parity(defect, tmp_path)
     finding = certificate.finding
     assert finding is not None
     assert finding.cause == cause, finding
     assert said in finding.says
-    assert played[-1] == "again", "it was made sure that the first run repeats"
+    assert names[-1] == "again", "it was made sure that the first run repeats"
     check_docs(defect, finding)
 
 
 def test_ranks_that_grow_apart_are_refused_by_the_run_itself(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="ranks have grown apart: parameter 0.weight"):
+    with pytest.raises(RuntimeError, match="ranks have diverged: parameter 0.weight"):
         prove_parity("OneRanksWeight", tmp_path)
 
 
@@ -211,10 +224,10 @@ def test_every_remedy_is_an_imperative() -> None:
 
 def test_an_attribute_that_never_repeats_is_not_taken_for_the_cause(tmp_path: Path) -> None:
     """A task that keeps the time of its start, beside a real defect."""
-    certificate, played = prove_resume("StampedCount", tmp_path)
+    certificate, names = prove_resume("StampedCount", tmp_path)
     assert certificate.finding is not None
     assert "; task.seen differs, and is not saved" in certificate.finding.says
-    assert played[-1] == "again"
+    assert names[-1] == "again"
 
 
 # --- How samples are cut into micro-batches ----------------------------------
@@ -222,7 +235,7 @@ def test_an_attribute_that_never_repeats_is_not_taken_for_the_cause(tmp_path: Pa
 
 def test_a_mean_over_units_that_samples_have_different_numbers_of_is_named(tmp_path: Path) -> None:
     """All numbers of ranks take the same micro-batches, and agree on what is wrong."""
-    certificate, played = prove_parity("TokenMean", tmp_path)
+    certificate, names = prove_parity("TokenMean", tmp_path)
     finding = certificate.finding
     assert finding is not None
     assert finding.cause == "loss weighting"
@@ -232,16 +245,19 @@ def test_a_mean_over_units_that_samples_have_different_numbers_of_is_named(tmp_p
     first, cut = certificate.columns
     assert set(first.cells.values()) == {"same bits"}, "which is all that ranks can show"
     assert (cut.title, cut.cells) == ("another cut", {"loss": "DIFFERS"})
-    assert played == ["1 rank", "2 ranks"]
+    assert names == ["1 rank", "2 ranks"]
 
 
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        ("InBatch", "in three: batch_size is part of what is learned"),
-        ("Noisy", "how samples fall into micro-batches (it draws random numbers)"),
-        ("Adversarial", "how samples fall into micro-batches (a custom loop takes its own steps)"),
-        ("Gathering", "how samples fall into micro-batches (its loss compares samples)"),
+        ("InBatch", "in three: the loss depends on batch_size"),
+        ("Noisy", "how samples are divided into micro-batches (it draws random numbers)"),
+        (
+            "Adversarial",
+            "how samples are divided into micro-batches (a custom loop takes its own steps)",
+        ),
+        ("Gathering", "how samples are divided into micro-batches (its loss compares samples)"),
         ("Fussy", "(the loss of fewer samples fails: ValueError: four samples, or none)"),
     ],
 )
@@ -267,19 +283,19 @@ def test_a_sound_loss_is_the_same_however_samples_are_cut(task: str, tmp_path: P
 
 def test_what_a_gan_trains_beside_its_model_is_rounded_too(tmp_path: Path) -> None:
     """The first loss of the model follows five updates of its critic, added up in another order."""
-    certificate, played = prove_parity("Adversarial", tmp_path)
+    certificate, names = prove_parity("Adversarial", tmp_path)
     assert certificate.finding is None, certificate
-    assert played == ["1 rank", "2 ranks", "reordered"]
-    one, two = (read_lives(tmp_path / n / "trace")[0] for n in ("1 rank", "2 ranks"))
+    assert names == ["1 rank", "2 ranks", "reordered"]
+    one, two = (read_attempts(tmp_path / n / "trace")[0] for n in ("1 rank", "2 ranks"))
     first = next(m for m in compare(one, two, bits=False).measured if m.stage == "loss")
     assert (first.step, first.same_weights) == (1, True), "before the model's weights differ"
 
 
 def test_a_sound_run_is_certified(tmp_path: Path) -> None:
-    certificate, played = prove_resume("Sound", tmp_path, evaluates=True)
+    certificate, names = prove_resume("Sound", tmp_path, evaluates=True)
     assert certificate.finding is None, certificate
-    assert played == ["straight", "interrupted"]
-    first, second = read_lives(tmp_path / "interrupted" / "trace")
+    assert names == ["straight", "interrupted"]
+    first, second = read_attempts(tmp_path / "interrupted" / "trace")
     assert (max(first.steps), second.began_at, max(second.steps)) == (4, 3, 6), "really killed"
     assert second.plan["steps_per_epoch"] == 12, "in mid-epoch"
     (column,) = certificate.columns
@@ -295,9 +311,9 @@ def test_numbers_from_numpy_in_a_loss_are_certified(tmp_path: Path) -> None:
 
 
 def test_two_ranks_are_killed_resumed_and_certified(tmp_path: Path) -> None:
-    played: list[str] = []
-    play = play_forked("SyncNormed", tmp_path, played, num_ranks=2)
-    certificate = certify_resume(play, 3)
+    names: list[str] = []
+    run_command = run_forked("SyncNormed", tmp_path, names, num_ranks=2)
+    certificate = certify_resume(run_command, 3)
     said = lines_of(certificate, None)
     assert said[-1] == (
         "certified: resuming equals never stopping, bit for bit: 3 steps on 2 ranks, "
@@ -310,15 +326,17 @@ def test_two_ranks_are_killed_resumed_and_certified(tmp_path: Path) -> None:
 def test_ranks_are_certified_to_rounding_and_in_exact_mode_to_the_bit(tmp_path: Path) -> None:
     certificate, _ = prove_parity("Sound", tmp_path / "plain", (1, 3))
     assert certificate.finding is None, certificate
-    assert "1 and 3 ranks are equal to rounding: " in certificate.proof
+    assert "1 and 3 ranks are equal up to rounding: " in certificate.proof
     assert certificate.columns[0].cells["model outputs"] == "same bits"
-    (one,), (three,) = (read_lives(tmp_path / "plain" / n / "trace") for n in ("1 rank", "3 ranks"))
+    (one,), (three,) = (
+        read_attempts(tmp_path / "plain" / n / "trace") for n in ("1 rank", "3 ranks")
+    )
     finding = find_cause(compare(one, three, bits=True), "parity")
     assert finding is not None
     assert (finding.cause, "(only rounding)" in finding.says) == ("gradient reduction", True)
-    certificate, played = prove_parity("Sound", tmp_path / "exact", (1, 3), exact=True)
+    certificate, names = prove_parity("Sound", tmp_path / "exact", (1, 3), exact=True)
     assert certificate.finding is None, certificate
-    assert played == ["1 rank", "3 ranks"], "no tolerance to measure"
+    assert names == ["1 rank", "3 ranks"], "no tolerance to measure"
     assert set(certificate.columns[0].cells.values()) == {"same bits"}
 
 
@@ -339,10 +357,10 @@ def test_gradients_rounded_on_their_way_are_rounding_and_a_wrong_sum_is_not(tmp_
 def test_where_samples_of_ranks_meet_the_same_ones_do(task: str, tmp_path: Path) -> None:
     certificate, _ = prove_parity(task, tmp_path)
     assert certificate.finding is None, certificate
-    (life,) = read_lives(tmp_path / "1 rank" / "trace")
-    (other,) = read_lives(tmp_path / "2 ranks" / "trace")
-    assert [len(run.steps[1][0]["leaves"][0]["ids"]) for run in (life, other)] == [8, 4]
-    said = "batch_size: 8 on 1 rank, 4 on 2 ranks; samples of all ranks meet"
+    (attempt,) = read_attempts(tmp_path / "1 rank" / "trace")
+    (other,) = read_attempts(tmp_path / "2 ranks" / "trace")
+    assert [len(run.steps[1][0]["leaves"][0]["ids"]) for run in (attempt, other)] == [8, 4]
+    said = "batch_size: 8 on 1 rank, 4 on 2 ranks; samples of all ranks are combined"
     assert any(line.startswith(said) for line in lines_of(certificate, None))
     assert certificate.to_json()["batch_size"] == {"1": 8, "2": 4}
 
@@ -367,22 +385,32 @@ def test_what_is_no_number_is_not_taken_for_rounding() -> None:
 
 
 def test_a_command_that_starts_ranks_itself_is_refused(tmp_path: Path) -> None:
-    played: list[str] = []
-    play = play_forked("Sound", tmp_path, played)
-    with pytest.raises(ConfigError, match="1 rank should have trained, and the command started 2"):
-        certify_parity(lambda name, part, ranks: play(name, part, 2), (1, 2), 1)
+    names: list[str] = []
+    run_command = run_forked("Sound", tmp_path, names)
+    with pytest.raises(ConfigError, match="certify started the command as 1 rank, but 2 trained"):
+        certify_parity(lambda name, settings, ranks: run_command(name, settings, 2), (1, 2), 1)
 
 
-def test_a_loop_that_leaves_no_trace_does_not_train_for_real(tmp_path: Path) -> None:
-    write_settings(tmp_path, **asdict(Part(3)))
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loop_that_leaves_no_trace_does_not_train_for_real(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    write_settings(tmp_path, **asdict(RunSettings(3)))
 
-    def loop() -> str:
-        Actor(tmp_path).enter_step(step)
+    def loop() -> tuple[str, bool]:
+        os.environ |= attached(tmp_path, CALLBACK)
+        world, task = World.enter(), TinyTask()
+        model = world.replicate(torch.nn.Linear(5, 3).double())
+        before = unwrap(model).weight.clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = next(iter(Loader(task.train_data(), world, batch_size=4, epochs=1)))
         with pytest.raises(ConfigError, match="a loop around train_step alone") as refused:
-            step.train_step(None, None, None, None, None)  # type: ignore[arg-type]
-        return refused.value.remedy
+            train_step(task.loss, model, optimizer, batch, world)
+        return refused.value.remedy, torch.equal(before, unwrap(model).weight)
 
-    assert "docs/own_loop.md" in run_ranks(1, loop)[0]
+    for remedy, is_untouched in run_ranks(num_ranks, loop):
+        assert "docs/own_loop.md" in remedy
+        assert is_untouched
 
 
 # --- The command line --------------------------------------------------------
@@ -420,11 +448,11 @@ def test_what_cannot_be_certified_is_one_line_and_something_to_try(apart: Path) 
 
     refused(ConfigError, "there is no command\n  try: add one: lockstep certify resume -- python")
     refused(LaunchError, "nosuch cannot be started", "nosuch")
-    refused(ConfigError, "not one step of lockstep's was seen in it", "true")
+    refused(ConfigError, "the command succeeded, but no training step of lockstep was seen", "true")
     refused(ConfigError, "--steps 2 is too few", "true", steps=2)
     refused(
         ConfigError,
-        "--gpus 1 is nothing to compare\n  try: pass --gpus 1,2",
+        "--gpus 1 leaves nothing to compare\n  try: pass --gpus 1,2",
         "true",
         kind="parity",
         gpus="1",

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from chaos.drive import Launcher, Story
 from chaos.mutants import MUTANTS, NUM_STEPS
-from chaos.points import PLACES, Armed
-from chaos.schedule import Fault, Leg
+from chaos.schedule import POINTS, Fault, Leg
 
 from chaos import drive, oracles, schedule
 from lockstep.testing import run_ranks
@@ -80,15 +79,11 @@ def test_every_mutant_can_be_planted() -> None:
         run_ranks(1, plant, mutant)
 
 
-def arm(folder: Path, point: str) -> None:
-    leg = Leg(1, (Fault("kill", point, 0, 1),))
-    PLACES[point](Armed(folder, 0, leg))
-
-
-def test_every_point_of_a_run_can_be_armed(tmp_path: Path) -> None:
-    (tmp_path / "chaos").mkdir()
-    for point in PLACES:
-        run_ranks(1, arm, tmp_path, point)
+def test_a_fault_strikes_at_every_point(launcher: Launcher, golden: Path, tmp_path: Path) -> None:
+    legs = tuple(Leg(2, (Fault("kill", point, 0, 1),)) for point in POINTS)
+    story = drive.run(tmp_path / "run", legs, NUM_STEPS * 4, launcher, limit_s=100)
+    struck = [str(story.fault(told)) for told in story.told("struck")]
+    assert struck == [f"kill at {point}" for point in POINTS]
 
 
 def test_a_schedule_is_drawn_from_its_seed_and_written_down(tmp_path: Path) -> None:

@@ -402,7 +402,7 @@ def test_a_resume_takes_the_newest_valid_one_from_any_folder_or_refuses(
             newer = [s for s, kind in left.items() if s > max(valid) and kind in bad]
             assert sorted(int(path.name[5:]) for path, _ in rejected) == newer
         elif any(kind not in ("file", "none") for kind in left.values()):
-            with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
+            with pytest.raises(CheckpointError, match="no checkpoint in .* is valid"):
                 choose_checkpoint(found, "auto")
         else:
             assert choose_checkpoint(found, "auto") == (None, [])

@@ -165,7 +165,7 @@ def test_a_commit_that_comes_too_late_to_be_refused_is_never_resumed_from(
     capfd.readouterr()
     assert run_ranks(1, train, folder, 3) == ["done at 3"]
     printed = capfd.readouterr().out
-    assert f"passed over {late}: " in printed
+    assert f"skipped checkpoint {late}: " in printed
     assert "saved by generation 1 of this run, which generation 2 had replaced at 20" in printed
     assert "resumed at step 2 from" in printed
     assert not late.exists()

@@ -120,7 +120,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a lone surrogate": (lambda t: t["meta"].update(ledger="\ud800"), "meta.ledger is '\\ud800'"),
     "a skeleton of another kind": (
         lambda t: t["skeletons"]["progress"]["dict"].append(["x", {"reduce": []}]),
-        "skeletons.progress.x is a dict of 1, which no checkpoint holds",
+        "skeletons.progress.x is a dict of 1, which is not a saved value",
     ),
     "nesting without end": (
         lambda t: t["meta"].update(task="@deep100000"),

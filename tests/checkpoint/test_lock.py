@@ -99,7 +99,7 @@ def test_one_process_cannot_lock_twice(tmp_path: Path) -> None:
     first = FolderLock(tmp_path).acquire()
     (tmp_path / "link").symlink_to(tmp_path)
     for folder in (tmp_path, tmp_path / "link"):
-        with pytest.raises(FolderInUseError, match="this very process"):
+        with pytest.raises(FolderInUseError, match="this process, "):
             FolderLock(folder).acquire()
     first.release()
     first.release()
@@ -170,7 +170,7 @@ def test_of_twenty_runs_that_start_together_one_wins(tmp_path: Path, round_: int
 def test_a_holder_that_has_not_said_who_it_is_is_reported_all_the_same(tmp_path: Path) -> None:
     with holder(tmp_path):
         os.truncate(tmp_path / "lock", 0)
-        with pytest.raises(FolderInUseError, match="has not said who it is"):
+        with pytest.raises(FolderInUseError, match="has not written its name"):
             FolderLock(tmp_path).acquire()
 
 

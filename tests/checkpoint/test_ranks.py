@@ -317,7 +317,7 @@ def test_a_resumed_run_says_which_checkpoint_it_passed_over(
     flip(random.Random(0), store(tmp_path).path(4))
     assert run(tmp_path, 2, sharded=sharded) == [6, 6]
     printed = capfd.readouterr().out
-    assert f"passed over {store(tmp_path).path(4)}: " in printed
+    assert f"skipped checkpoint {store(tmp_path).path(4)}: " in printed
     assert f"resumed at step 2 from {store(tmp_path).path(2)}" in printed
 
 

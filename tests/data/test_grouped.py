@@ -70,7 +70,7 @@ def test_every_number_of_ranks_computes_the_same_leaves(world_size: int) -> None
                 order.ids(leaf.epoch, leaf.start, leaf.stop).tolist()
                 for rank in range(size)
                 for leaf in leaves_of(plan, step, rank)
-                if not leaf.borrowed
+                if not leaf.is_padding
             ]
             for step in range(plan.steps_per_epoch)
         ]

@@ -32,7 +32,7 @@ def test_what_the_ranks_consume_adds_up_to_the_epoch(world_size: int, drop_last:
             local = Ledger()
             for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
                 for leaf in leaves_of(plan, step, rank):
-                    if not leaf.borrowed:
+                    if not leaf.is_padding:
                         local.add(epoch, order.ids(epoch, leaf.start, leaf.stop))
             total = total.plus(local, ALONE)
         assert total == Ledger.of_epoch(order, plan, epoch)

@@ -367,7 +367,7 @@ def test_an_iterator_is_not_taken_for_one_that_begins_anew() -> None:
     first = seen(Stream())
     assert first[4:6] == first[6:8]
     with pytest.raises(
-        DataError, match="a step must be repeated, and an iterator cannot start again"
+        DataError, match="a step must be repeated, but an iterator cannot start again"
     ):
         seen(iter(Stream()))
     with pytest.raises(DataError, match="an iterator at its end"):

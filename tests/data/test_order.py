@@ -29,7 +29,7 @@ def plans(draw: st.DrawFn) -> list[BatchPlan]:
 def leaves_of_step(plan: BatchPlan, step: int) -> list[Leaf]:
     """Return what all ranks together train on, in rank order."""
     each = (leaves_of(plan, step, rank) for rank in range(plan.world_size))
-    return [leaf for rank in each for leaf in rank if not leaf.borrowed]
+    return [leaf for rank in each for leaf in rank if not leaf.is_padding]
 
 
 # --- The permutation ----------------------------------------------------------------

@@ -251,7 +251,7 @@ def test_the_first_rank_of_each_node_looks_into_all_files(tmp_path: Path) -> Non
     assert all(said in words for _, words in stale)
     edited = run(folder, 4, lambda: TwoNodes(notes, stale_on=-1), max_steps=2)
     said = (
-        "this is not what the checkpoint was trained with: "
+        "settings or data differ from the checkpoint's: "
         "training data: 1 with other names or contents: 20.png"
     )
     assert [words.partition("\n")[0] for _, words in edited] == [said] * 4

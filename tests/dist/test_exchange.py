@@ -1,5 +1,7 @@
 """Gradients that are rounded for the way between ranks (`gradients.exchange_in`)."""
 
+import gc
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch.distributed.fsdp  # before ranks are forked, which would import it 
 from torch import Tensor, nn
 
 from lockstep import RunConfig, World, fit, read_events
-from lockstep.dist.ddp import Averaging
+from lockstep.dist.ddp import Averaging, unwrap
 from lockstep.errors import ConfigError
 from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
@@ -56,6 +58,22 @@ def test_an_average_is_off_by_a_rounding_for_each_rank(kind: str) -> None:
             assert off[2000:3000].max() == 0
 
 
+def is_freed() -> bool:
+    with World.enter("cpu", timeout_s=20) as world:
+        first = world.replicate(nn.Linear(2, 1))
+        inner, held = unwrap(first), weakref.ref(first)
+        second = world.replicate(first)
+        del first
+        gc.collect()
+        second(torch.ones(1, 2)).sum().backward()
+        return held() is None and unwrap(second) is inner
+
+
+def test_a_model_replicated_again_frees_its_first_replica() -> None:
+    """A replica that stays keeps its hooks on the parameters and exchanges gradients, too."""
+    assert run_ranks(2, is_freed) == [True, True]
+
+
 def with_a_bad_number(kind: str, bad: float) -> list[float]:
     with World.enter("cpu", timeout_s=20) as world:
         grads = torch.tensor([1.0, bad if world.rank else 1.0, 0.0])
@@ -67,6 +85,19 @@ def test_a_bad_number_stays_one(bad: float) -> None:
     for kind in KINDS:
         for result in run_ranks(2, with_a_bad_number, kind, bad):
             assert not torch.isfinite(torch.tensor(result)[1])
+
+
+def collectives_of_an_exchange() -> tuple[int, int]:
+    with World.enter("cpu", timeout_s=20) as world:
+        before = world.num_collectives
+        Averaging(world).average(torch.ones(3)).wait()
+        exchanged = world.num_collectives - before
+        world.all_sum(torch.ones(3))
+        return exchanged, world.num_collectives - before - exchanged
+
+
+def test_gradients_are_not_counted_among_the_collectives() -> None:
+    assert run_ranks(2, collectives_of_an_exchange) == [(0, 1)] * 2
 
 
 # --- Whole runs ---------------------------------------------------------------------------------
@@ -266,7 +297,10 @@ def test_a_loop_of_ones_own_may_average_in_its_own_way(tmp_path: Path) -> None:
     [
         ({"exact": True, "gradients": {"exchange_in": "bf16"}}, "exact fixes how gradients"),
         ({"exact": True, "gradients": {"bucket_mb": 1}}, "exact fixes how gradients"),
-        ({"parallel": "fsdp", "gradients": {"exchange_in": "fp16"}}, "what fp16 can hold"),
+        (
+            {"parallel": "fsdp", "gradients": {"exchange_in": "fp16"}},
+            "does not scale gradients for fp16",
+        ),
         ({"parallel": "fsdp", "gradients": {"bucket_mb": 1}}, "blocks, not buckets"),
         ({"gradients": {"exchange_in": "int8"}}, "gradients.exchange_in='int8'"),
     ],

@@ -240,7 +240,7 @@ def test_a_run_goes_on_cut_or_not_on_any_number_of_ranks(
     straight: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(4, tmp_path, max_steps=2, sharded=True)
-    assert "cut over 4 ranks, 2 blocks gathered in turn" in capfd.readouterr().out
+    assert "sharded over 4 ranks, 2 blocks gathered in turn" in capfd.readouterr().out
     assert len(list(newest(tmp_path).path.glob("model.*_of_4.safetensors"))) == 4
     train(2, tmp_path, max_steps=3, parallel="ddp")
     train(1, tmp_path, max_steps=4)

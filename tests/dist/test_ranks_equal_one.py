@@ -181,8 +181,8 @@ def test_the_comparison_has_what_is_hard_in_it() -> None:
     """An empty micro-batch, ranks that only borrow, and weights that moved a good way."""
     config = BatchConfig(batch_size=2, global_batch_size=8, drop_last=False)
     four = [plan_batches(config, n, 4) for n in (21, 17)]
-    borrowed = [[leaf.borrowed for r in range(4) for leaf in leaves_of(p, 2, r)] for p in four]
-    assert [sum(flags) for flags in borrowed] == [1, 3]
+    padding = [[leaf.is_padding for r in range(4) for leaf in leaves_of(p, 2, r)] for p in four]
+    assert [sum(flags) for flags in padding] == [1, 3]
     data = UnevenTask().train_data()
     assert sum(float(data[i]["units"]) for i in Shuffled(21, seed=0).ids(0, 10, 12)) == 0
     still = trained(1, Setting(UnevenTask, steps=1, lr=1e-300))
@@ -216,6 +216,7 @@ class OneAmongMany:
     def __init__(self, world: World) -> None:
         self.size, self.rank, self.device = 1, world.rank, world.device
         self.all_sum, self.all_gather = world.all_sum, world.all_gather
+        self.custom_loop, self.phase = None, world.phase
 
 
 class MeansTask(UnevenTask):

@@ -296,7 +296,7 @@ class Changed(Thawing):
 def test_a_resume_of_a_task_that_now_trains_something_else_is_refused(tmp_path: Path) -> None:
     assert train(Thawing(), config_for(tmp_path, max_steps=3)) == "not refused"
     said = train(Changed(), config_for(tmp_path))
-    assert "does not train what the checkpoint's did: now trained: 0.weight, 0.bias" in said
+    assert "does not train the checkpoint's parameters: now trained: 0.weight, 0.bias" in said
     assert train(Changed(), config_for(tmp_path, accept_changes=True)) == "not refused"
 
 

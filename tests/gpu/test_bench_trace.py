@@ -17,9 +17,9 @@ pytestmark = pytest.mark.gpu
 def traced(step: Callable[[], object]) -> dict[str, Any]:
     trace = Trace(torch.device("cuda"), torch.cuda.synchronize)
     for number in range(TRACE_STEPS):
-        trace.next_step(number)
+        trace.start_step(number)
         step()
-    trace.next_step(TRACE_STEPS)
+    trace.start_step(TRACE_STEPS)
     return trace.to_json()
 
 
@@ -50,8 +50,8 @@ def test_attention_on_a_gpu_is_counted_in_full() -> None:
 
 
 def test_bf16_is_faster_than_float64_and_memory_than_a_bus() -> None:
-    device, settle = torch.device("cuda"), torch.cuda.synchronize
-    half, _ = matmul_limit(device, torch.bfloat16, settle)
-    full, _ = matmul_limit(device, torch.float64, settle)
+    device, synchronize = torch.device("cuda"), torch.cuda.synchronize
+    half, _ = matmul_limit(device, torch.bfloat16, synchronize)
+    full, _ = matmul_limit(device, torch.float64, synchronize)
     assert half > 2 * full
-    assert copy_limit(device, settle) > 50e9
+    assert copy_limit(device, synchronize) > 50e9

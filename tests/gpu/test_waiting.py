@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import RunConfig, fit, trainer
+from lockstep import RunConfig, fit
+from lockstep.data.batch import StepBatch
+from lockstep.step.train_step import TrainStep
 from lockstep.testing import TinyTask
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -26,18 +28,17 @@ FIRST = 2
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let torch raise where a step waits; return the steps that were watched."""
-    step, watched = trainer.train_step, []
+    step, watched = TrainStep.__call__, []
 
-    def watch(*words: Any, **settings: Any) -> Any:
-        batch = words[3]
+    def watch(self: TrainStep, batch: StepBatch) -> Any:
         torch.cuda.set_sync_debug_mode("error" if batch.step >= FIRST else "default")
         try:
-            return step(*words, **settings)
+            return step(self, batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
             watched.append(batch.step)
 
-    monkeypatch.setattr(trainer, "train_step", watch)
+    monkeypatch.setattr(TrainStep, "__call__", watch)
     return watched
 
 

@@ -24,4 +24,4 @@ def test_the_first_error_is_found_in_what_any_launcher_prints() -> None:
     assert Failure.read_stacks("".join(stacks)).place == "a.py:3 in draw"
     assert Failure.read_stacks("".join(stacks[:2])).place == "a.py:2 in all_max"
     assert Failure.read_stacks("nothing").place == ""
-    assert Failure.read("").error == "it said nothing"
+    assert Failure.read("").error == "it printed nothing"

@@ -19,7 +19,7 @@ from processes import HERE, LAUNCH, LAUNCH_AFRESH, Start, last_step, wait_until
 
 from lockstep.checkpoint import CheckpointStore
 from lockstep.launch import agent
-from lockstep.launch.local import follow_log
+from lockstep.launch.logs import follow_log
 from lockstep.launch.ranks import Ranks
 from lockstep.launch.worker import check_module
 from lockstep.testing import free_port

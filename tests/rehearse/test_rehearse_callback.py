@@ -6,17 +6,17 @@ from pathlib import Path
 
 from lockstep import RunConfig, fit
 from lockstep.harness.attach import KILLED, attached, read_notes
-from lockstep.rehearse.callback import CALLBACK, with_a_middle
+from lockstep.rehearse.callback import CALLBACK, saving_halfway
 from lockstep.testing import TinyTask, run_ranks
 
 
 def test_a_rehearsed_run_evaluates_and_saves_half_way() -> None:
     asked = RunConfig.parse({"max_steps": 4, "resume": "discard", "batch": {"batch_size": 48}})
-    middle = with_a_middle(asked, was_killed=False)
+    middle = saving_halfway(asked, was_killed=False)
     assert (middle.evaluation.every_steps, middle.checkpoint.every_steps) == (2, 2)
     assert not middle.checkpoint.background
     assert (middle.resume, middle.batch) == ("discard", asked.batch)
-    assert with_a_middle(asked, was_killed=True).resume == "auto"
+    assert saving_halfway(asked, was_killed=True).resume == "auto"
     assert RunConfig.parse(json.loads(middle.model_dump_json())) == middle, "a valid config"
 
 

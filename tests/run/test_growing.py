@@ -156,7 +156,7 @@ def test_more_ranks_than_samples_in_a_step_are_refused(tmp_path: Path) -> None:
     assert refused[0] == refused[1] == refused[2]
     assert refused[0] == (
         "3 ranks, but a step has 2 samples",
-        "use 2 ranks or fewer, or pass accept_changes=true to train on with the new ones",
+        "use 2 ranks or fewer, or pass accept_changes=true to continue with the new ones",
         2,
     )
 

@@ -57,7 +57,7 @@ def test_discard_takes_nothing_that_may_not_be_a_run_s(tmp_path: Path) -> None:
     run(tmp_path, 1, max_steps=2)
     (tmp_path / "config.json").unlink()
     (refused,) = run(tmp_path, 1, resume="discard", max_steps=1)
-    assert "holds checkpoints and no config.json" in refused[1]
+    assert "holds checkpoints but no config.json" in refused[1]
     assert store(tmp_path).steps() == [2]
 
 

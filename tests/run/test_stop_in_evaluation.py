@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import CheckpointStore, PartialLoss, RunConfig, World, fit, read_events, signals
 from lockstep.data.loader import LoaderConfig
-from lockstep.errors import CheckpointError, DataError, LockstepError
+from lockstep.errors import CheckpointError, DataError, LockstepError, StopRequested
 from lockstep.run.evaluation import evaluate
 from lockstep.task import Context
 from lockstep.testing import FakeWorld, TinyTask, run_ranks
@@ -359,7 +359,7 @@ def evaluate_until(num_batches: int) -> tuple[str, int]:
         model = task.build_model()
         try:
             found = evaluate(task, model, task.eval_data(), world, **options, stop_code=stop_code)
-        except signals.StopRequested as request:
+        except StopRequested as request:
             assert model.training
             return f"stopped with {request.exit_code}", task.num_seen
         return f"loss {found['loss']:.6f}", len(asked)

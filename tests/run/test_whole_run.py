@@ -60,7 +60,7 @@ def own_loop(folder: Path, counts: bool = True, **more: Any) -> RunResult:
         world = stack.enter_context(World.enter(config.device, config.timeout_s))
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack)
-        trainer = Trainer(run, signals, stack, also_say=["a loop of its own"])
+        trainer = Trainer(run, signals, stack, extra_lines=["a loop of its own"])
         for batch in trainer.steps():
             report = train_step(task.loss, run.model, run.optimizer, batch, world)
             if counts:

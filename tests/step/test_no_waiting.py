@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep import PartialLoss, RunConfig, fit, trainer
+from lockstep import PartialLoss, RunConfig, fit
+from lockstep.data.batch import StepBatch
 from lockstep.step import train_step as step_module
 from lockstep.step.update import GatedUpdate, new_non_finite_flag
 from lockstep.task import Context
@@ -102,22 +103,21 @@ class FusedTask(TinyTask):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the run update as on a GPU and refuse to wait in a step; return the steps watched."""
-    step, watched = trainer.train_step, list[int]()
+    step, watched = step_module.TrainStep.__call__, list[int]()
 
     def gate(optimizer: Any, device: torch.device, scaler: Any, flag: Tensor | None) -> GatedUpdate:
-        return GatedUpdate(new_non_finite_flag(device) if flag is None else flag)
+        return GatedUpdate(new_non_finite_flag(device) if flag is None else flag, flag is not None)
 
-    def watch(*words: Any, **named: Any) -> Any:
-        batch = words[3]
+    def watch(self: step_module.TrainStep, batch: StepBatch) -> Any:
         if batch.step < FIRST:
-            return step(*words, **named)
+            return step(self, batch)
         with refusing():
-            report = step(*words, **named)
+            report = step(self, batch)
         watched.append(batch.step)
         return report
 
     monkeypatch.setattr(step_module, "choose_update", gate)
-    monkeypatch.setattr(trainer, "train_step", watch)
+    monkeypatch.setattr(step_module.TrainStep, "__call__", watch)
     return watched
 
 
@@ -178,12 +178,12 @@ def test_the_planted_fault_an_update_that_looks_on_the_host_is_caught(
 ) -> None:
     """The update that a CPU gets reads the flag before each step, as it may."""
     monkeypatch.undo()
-    step = trainer.train_step
+    step = step_module.TrainStep.__call__
 
-    def watch(*words: Any, **named: Any) -> Any:
+    def watch(self: step_module.TrainStep, batch: StepBatch) -> Any:
         with refusing():
-            return step(*words, **named)
+            return step(self, batch)
 
-    monkeypatch.setattr(trainer, "train_step", watch)
+    monkeypatch.setattr(step_module.TrainStep, "__call__", watch)
     with pytest.raises(Waited):
         train(FusedTask("sgd"), tmp_path)

@@ -194,12 +194,12 @@ def test_parts_are_summed_with_weights_of_their_own() -> None:
     assert 0 < float(value) < float(report.loss_sum)
 
 
-def test_a_borrowed_micro_batch_counts_for_nothing_and_keeps_its_graph() -> None:
+def test_a_padding_micro_batch_counts_for_nothing_and_keeps_its_graph() -> None:
     model, _ = build()
     micro = first_batch().micro_batches[0]
     part = TASK.loss(model, micro.data, Context(WORLD, 0, 0, 0))
-    borrowed = type(micro)(type(micro.leaf)(0, 0, 0, 4, borrowed=True), micro.ids, micro.data)
-    nothing = as_partial(part, borrowed)
+    padding = type(micro)(type(micro.leaf)(0, 0, 0, 4, is_padding=True), micro.ids, micro.data)
+    nothing = as_partial(part, padding)
     assert nothing.loss_sum.item() == nothing.weight.item() == 0
     assert [float(v) for v in nothing.parts["heavy"]] == [0, 0]
     nothing.loss_sum.backward()

@@ -4,13 +4,20 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lockstep.testing import free_port
-from lockstep.torch_compat.error_texts import CPU_ALLOCATOR, NOT_DETERMINISTIC
+from lockstep.testing import free_port, run_ranks
+from lockstep.torch_compat.error_texts import (
+    CPU_ALLOCATOR,
+    NOT_DETERMINISTIC,
+    TIMED_OUT,
+    is_of_collective,
+)
 
 FIT = """
 from lockstep import RunConfig, fit
@@ -94,6 +101,26 @@ def test_an_error_of_the_scripts_own_in_such_words_keeps_its_traceback(
     said = train_on_two(own, tmp_path, warm_programs / "python")
     assert rank_tracebacks(said) == ["RuntimeError"], said
     assert said.count(SENTENCE) == 1, said
+
+
+def wait_for_a_rank_that_does_not_answer() -> tuple[str, bool]:
+    dist.init_process_group("gloo")
+    impatient = dist.new_group(timeout=timedelta(seconds=1))
+    said, is_collective = "", False
+    if dist.get_rank() == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=impatient)
+        except RuntimeError as error:
+            said, is_collective = str(error), is_of_collective(str(error), type(error).__module__)
+    dist.barrier()  # the other rank is here meanwhile
+    dist.destroy_process_group()
+    return said, is_collective
+
+
+def test_torch_says_that_another_rank_did_not_answer() -> None:
+    said, is_collective = run_ranks(2, wait_for_a_rank_that_does_not_answer)[0]
+    assert TIMED_OUT.search(said), said
+    assert is_collective, said
 
 
 def test_torch_says_that_the_host_has_no_memory() -> None:

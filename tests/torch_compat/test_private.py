@@ -5,6 +5,8 @@ Where a torch lacks one, either something else does the same, or a sentence says
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,34 +14,33 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker
+from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep import RunConfig, fit
 from lockstep.dist.batch_norm import SyncBatchNorm2d
 from lockstep.errors import ConfigError
-from lockstep.testing import run_ranks
+from lockstep.testing import TinyTask, run_ranks
 from lockstep.torch_compat import private
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 ROOM = SRC / "lockstep" / "torch_compat" / "private.py"
+COMPILER = ROOM.with_name("__init__.py")
 FILES = sorted(SRC.rglob("*.py"))
 
 # --- Nobody else uses a private name ----------------------------------------------------------
 
-# Not torch's: `os._exit`, what a namedtuple has, and the flags that an ArgumentParser knows.
+# Not torch's: `os._exit`, what a namedtuple has, the flags that an ArgumentParser knows, and what
+# `multiprocessing` runs and keeps when Python ends.
 PYTHONS_OWN = {"_exit", "_replace", "_fields", "_asdict", "_option_string_actions"}
-# The list may only get shorter.
-STILL_USE = {
-    "lockstep/bench/kernels.py",
-    "lockstep/bench/operations.py",
-    "lockstep/bench/probe.py",
-    "lockstep/data/workers.py",
-    "lockstep/launch/agent.py",
-    "lockstep/launch/local.py",
-    "lockstep/launch/stopping.py",
-    "lockstep/launch/worker.py",
-}
+PYTHONS_OWN |= {"_run_finalizers", "_resource_tracker", "_pid"}
 
 
 def is_private(name: str) -> bool:
@@ -93,16 +94,10 @@ OURS = {name for file in FILES if file != ROOM for name in defined_in(file.read_
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(SRC).as_posix())
 def test_private_names_are_used_in_one_room(file: Path) -> None:
     found = foreign_words(file.read_text(), OURS)
-    if file == ROOM:
+    if file in (ROOM, COMPILER):
         assert found, "the guard has gone blind"
-    elif file.relative_to(SRC).as_posix() in STILL_USE:
-        assert found, "it no longer does: take it off the list"
     else:
         assert not found
-
-
-def test_the_files_that_still_use_private_names_exist() -> None:
-    assert {file.relative_to(SRC).as_posix() for file in FILES} >= STILL_USE
 
 
 @pytest.mark.parametrize(
@@ -153,8 +148,13 @@ class OptimizedModule(nn.Module):
     ("use", "name"),
     [
         (lambda: private.check_reducer(SimpleNamespace(reducer=1)), "reducer._rebuild_buckets"),  # type: ignore[arg-type]
-        (lambda: private.overflow_flags(object(), None), "_found_inf_per_device"),  # type: ignore[arg-type]
+        (lambda: private.check_write_counter(object), "object._version"),
+        (lambda: private.check_scaler(object()), "_found_inf_per_device"),  # type: ignore[arg-type]
         (lambda: private.uncompiled(OptimizedModule()), "_orig_mod"),
+        (lambda: private.started_processes(SimpleNamespace()), "_pcontext"),
+        (lambda: private.started_processes(SimpleNamespace(_pcontext=1)), "_pc.processes"),
+        (lambda: private.num_restarts_left(SimpleNamespace()), "_remaining_restarts"),
+        (lambda: private.rule_out_restarts(SimpleNamespace()), "_remaining_restarts"),
     ],
 )
 def test_without_a_name_that_nothing_replaces_nothing_is_done(use: Any, name: str) -> None:
@@ -174,6 +174,68 @@ def test_a_compiler_without_its_setting_is_refused(
         use()
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "use"),
+    [
+        (
+            torch.distributed,
+            "_compute_bucket_assignment_by_size",
+            lambda: private.assign_buckets([torch.ones(1)], [1]),
+        ),
+        (torch.autograd, "DeviceType", lambda: private.ran_on_gpu(SimpleNamespace())),
+        (FlopCounterMode, "_count_flops", lambda: private.operation_counter({}, print)),
+    ],
+)
+def test_a_measurement_without_its_name_is_refused(
+    owner: Any, name: str, use: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ConfigError, match=rf"has no .*\b{name}, which lockstep needs"):
+        use()
+
+
+class Unreached(TinyTask):
+    """A task whose run must be refused before its first step."""
+
+    def loss(self, model: nn.Module, batch: Any, context: Any) -> Any:
+        raise AssertionError("the first step has begun")
+
+
+def start(folder: str, settings: dict[str, Any]) -> str:
+    """Start a run; return why it was refused, or how far it came."""
+    common = {"max_steps": 1, "device": "cpu", "batch": {"batch_size": 4}}
+    try:
+        fit(Unreached(), RunConfig.parse({"output_dir": folder, **common, **settings}))
+    except (ConfigError, AssertionError) as error:
+        return str(error)
+    raise AssertionError("it ran to its end")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "owner", "missing", "settings"),
+    [
+        (1, torch.amp.GradScaler, "_found_inf_per_device", {"precision": "fp16"}),
+        (1, torch._dynamo.config, "optimize_ddp", {"compile": True, "exact": True}),
+        (1, torch._inductor.config.triton, "cudagraphs", {"compile": True}),
+        *((2, torch.distributed.Reducer, method, {}) for method in private.REDUCER_METHODS),
+    ],
+)
+def test_a_run_that_needs_a_missing_name_is_refused_before_its_first_step(
+    num_ranks: int,
+    owner: Any,
+    missing: str,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(owner, missing)
+        refused = run_ranks(num_ranks, start, str(tmp_path), settings)
+    for reason in refused:
+        assert re.match(rf"torch {re.escape(torch.__version__)} has no \S*\b{missing}, ", reason)
+    assert run_ranks(1, start, str(tmp_path), {}) == ["the first step has begun"]
+
+
 def test_names_that_something_replaces_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     plain: Any = SimpleNamespace()
     assert not private.reads_flag(plain)
@@ -181,8 +243,12 @@ def test_names_that_something_replaces_may_be_missing(monkeypatch: pytest.Monkey
     assert private.without_gradient(plain) == []
     private.check_batch_norm_input(nn.Linear(1, 1), torch.zeros(1))
     monkeypatch.setattr(torch, "_inductor", plain)
+    monkeypatch.delattr(worker, "WorkerInfo")
+    private.set_worker_info(1, 4, 7, "data")
+    assert get_worker_info() is None
     assert private.known_options({"triton.cudagraphs": True}) == {}
     assert private.base_of(nn.Linear, nn.Conv2d) == (nn.Linear, nn.Conv2d)
+    assert private.aten_operator("_of_another_torch") is None
 
 
 # --- Each name does what it is used for -------------------------------------------------------
@@ -250,6 +316,20 @@ def test_a_compiled_module_is_found_again() -> None:
     assert private.is_compiled(module)
 
 
+def test_a_data_set_can_ask_which_worker_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_worker_info", None)
+    private.set_worker_info(1, 4, 7, "data")
+    info: Any = get_worker_info()
+    assert (info.id, info.num_workers, info.seed, info.dataset) == (1, 4, 7, "data")
+
+
+def test_what_a_script_registered_runs_at_the_end_of_a_forked_rank() -> None:
+    code = "import atexit, os; from lockstep.torch_compat import private; atexit.register(print, 7)"
+    code += "; private.run_exit_functions(); print(end='', flush=True); os._exit(0)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "7\n"
+
+
 def test_the_compilers_settings_are_read_and_set() -> None:
     for read, write in (
         (private.cuts_at_buckets, private.cut_at_buckets),
@@ -306,3 +386,47 @@ def leave_a_parameter_out() -> tuple[list[int], list[int], int]:
 
 def test_a_replica_names_what_has_no_gradient_and_sends_zeros() -> None:
     assert run_ranks(2, leave_a_parameter_out) == [([1], [], 1)] * 2
+
+
+def bucket_sizes() -> tuple[list[int], list[int]]:
+    """Return the sizes of the buckets of a replica after two passes, and of the forecast."""
+    torch.distributed.init_process_group("gloo")
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(9)))
+    replica = DistributedDataParallel(model, bucket_cap_mb=1)
+    for _ in range(2):  # the second forward pass rebuilds buckets in the order of gradients
+        replica(torch.ones(1, 256)).sum().backward()
+    replica(torch.ones(1, 256))
+    real = [bucket.buffer().numel() for bucket in private.zero_buckets(replica)]
+    torch.distributed.destroy_process_group()
+    backward: list[Tensor] = list(model.parameters())[::-1]
+    forecast = private.assign_buckets(backward, [1 << 20])
+    return real, [sum(backward[index].numel() for index in bucket) for bucket in forecast]
+
+
+def test_buckets_are_forecast_as_a_replica_has_them() -> None:
+    (real, forecast), _ = run_ranks(2, bucket_sizes)
+    assert real == forecast
+    assert len(real) == 3
+
+
+def test_operators_of_a_profile_did_not_run_on_a_gpu() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        torch.ones(2).add(1)
+    events: Any = trace.events()  # type: ignore[no-untyped-call]
+    assert events
+    assert not any(private.ran_on_gpu(event) for event in events)
+    assert private.ran_on_gpu(SimpleNamespace(device_type=torch.autograd.DeviceType.CUDA))
+
+
+def test_operations_are_counted_and_those_without_a_formula_named() -> None:
+    names: list[str] = []
+    with private.operation_counter({}, names.append) as counter:
+        torch.ones(2, 3).mm(torch.ones(3, 4)).exp()
+    assert counter.get_total_flops() == 2 * 2 * 3 * 4
+    assert "aten.exp" in names
+    assert "aten.mm" not in names
+
+
+def test_the_attention_of_a_cpu_has_its_operators() -> None:
+    for name in (private.ATTENTION_ON_CPU, f"{private.ATTENTION_ON_CPU}_backward"):
+        assert private.aten_operator(name) is getattr(torch.ops.aten, name)

@@ -1,19 +1,34 @@
-"""All-reduces of many sizes between the processes of this machine.
+"""Time all-reduces of many sizes, in a run or between the processes of this machine.
 
-Owns: starting them, and the table. Does not own: the fit (`link.py`).
+Owns: their times, starting processes for them, and the table. Does not own: the fit (`link.py`).
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
+import torch
+
 from lockstep.bench.link import Link, fit_link
+from lockstep.dist.collectives import Collectives
+from lockstep.dist.pace import Clock
+from lockstep.dist.world import World
+from lockstep.errors import ConfigError
+from lockstep.harness.forked import run_ranks
 
 LIMIT_S = 300.0
+NUM_REPEATS = 8
+SIZES_BYTES = tuple(4096 * 4**power for power in range(7))
+"""4 KiB to 16 MiB."""
+SIZE_S = 0.3
+"""How long one size may take, all repeats together, from the third on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Collectives:
-    """What all-reduces took."""
+class AllReduceTimes:
+    """The times of all-reduces between processes of this machine."""
 
     ranks: int
     backend: str
@@ -29,9 +44,9 @@ class Collectives:
         """Lay it out as a table."""
         lines = [f"  {'bytes':>12}{'ms':>12}{'GB/s':>12}{'fit ms':>12}"]
         for size, seconds in self.times:
-            carried = 2 * (self.ranks - 1) / self.ranks * size / seconds / 1e9
+            gb_per_s = 2 * (self.ranks - 1) / self.ranks * size / seconds / 1e9
             fit_ms = 1e3 * self.link.ring_s(size, self.ranks)
-            lines.append(f"  {size:>12}{1e3 * seconds:>12.3f}{carried:>12.3f}{fit_ms:>12.3f}")
+            lines.append(f"  {size:>12}{1e3 * seconds:>12.3f}{gb_per_s:>12.3f}{fit_ms:>12.3f}")
         link = self.link
         return [
             *lines,
@@ -40,21 +55,59 @@ class Collectives:
         ]
 
 
-def measure_collectives(ranks: int) -> Collectives:
+def choose_ranks(asked: int) -> int:
+    """Return the number of processes: `asked`, else one for each GPU, and at least 2."""
+    num_gpus = torch.cuda.device_count()
+    ranks = asked or max(2, num_gpus)
+    if ranks < 2:
+        raise ConfigError(f"--gpus {ranks}: an all-reduce needs 2 processes", "pass --gpus 2")
+    if 0 < num_gpus < ranks:
+        raise ConfigError(
+            f"--gpus {ranks}: this machine has {num_gpus}",
+            f"pass --gpus {num_gpus}, or fewer"
+            if num_gpus > 1
+            else "set CUDA_VISIBLE_DEVICES= to measure between processes on CPUs",
+        )
+    return ranks
+
+
+def measure_collectives(ranks: int) -> AllReduceTimes:
     """Time all-reduces between so many processes, a GPU each if there are any."""
-    from lockstep.harness.forked import run_ranks
-
-    found = run_ranks(ranks, _be_measured, timeout_s=LIMIT_S)
-    backend, device, _ = found[0]
-    all_times = zip(*(times for _, _, times in found), strict=True)
+    results = run_ranks(ranks, _time_as_rank, timeout_s=LIMIT_S)
+    backend, device, _ = results[0]
+    all_times = zip(*(times for _, _, times in results), strict=True)
     slowest = [(same[0][0], max(seconds for _, seconds in same)) for same in all_times]
-    return Collectives(ranks, backend, device, slowest, fit_link(slowest, ranks))
+    return AllReduceTimes(ranks, backend, device, slowest, fit_link(slowest, ranks))
 
 
-def _be_measured() -> tuple[str, str, list[tuple[int, float]]]:
-    from lockstep.bench.probe import time_sizes
-    from lockstep.dist.pace import Clock
-    from lockstep.dist.world import World
-
+def _time_as_rank() -> tuple[str, str, list[tuple[int, float]]]:
     with World.enter() as world:
         return str(world.backend), world.device.type, time_sizes(world, Clock(world.device))
+
+
+def time_together(action: Callable[[], object], world: Collectives, clock: Clock) -> float:
+    """Return how long something takes that all ranks begin together. Collective."""
+    world.barrier()
+    clock.synchronize()
+    began = time.perf_counter()
+    action()
+    clock.synchronize()
+    return time.perf_counter() - began
+
+
+def time_sizes(world: Collectives, clock: Clock) -> list[tuple[int, float]]:
+    """Return the time of an all-reduce of each size. Collective."""
+    results = []
+    for num_bytes in SIZES_BYTES:
+        message = torch.zeros(num_bytes // 4, device=world.device)
+
+        def send(message: torch.Tensor = message) -> None:
+            world.all_sum_later(message).wait()
+
+        times: list[float] = []
+        spent_us = 0
+        while len(times) < 3 or (len(times) < 3 * NUM_REPEATS and spent_us < SIZE_S * 1e6):
+            times.append(time_together(send, world, clock))
+            (spent_us,) = world.all_max(int(sum(times) * 1e6))  # all stop together
+        results.append((num_bytes, median(times[1:])))
+    return results

@@ -1,9 +1,9 @@
-"""How long a step takes on GPUs one does not have: from one process by itself and a link.
+"""Forecast the time of a step on GPUs you do not have, from one process and a link.
 
-Owns: the model of a step. A backward pass fills buckets of gradients one after the other; each
-is sent when it is full and the one before it has arrived; the step goes on when both the
-backward pass and the last bucket are done. Does not own: what a bucket costs (`link.py`), or
-what was measured.
+Owns: the model of a step. The backward pass fills buckets of gradients one after the other. Each
+is sent when it is full and the previous one has arrived. The step continues when both the backward
+pass and the last bucket are done. Does not own: the time of a bucket (`link.py`), or any
+measurement.
 """
 
 import statistics
@@ -14,39 +14,39 @@ from typing import Any
 from lockstep.bench.link import Link
 
 SUM_BYTES = 64
-"""A vote, or the sums of a step's losses."""
+"""Size of a vote, or of the sums of a step's losses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are sent together."""
+    """Gradients that travel together."""
 
     size_bytes: int
     ready_s: float
-    """Since the step began."""
+    """From the start of the step to the last of its gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A step of one process by itself."""
+    """A step of one process, with no others beside it."""
 
     step_s: float
     backward_end_s: float
-    """Of its last micro-batch."""
+    """The end of the backward pass of the last micro-batch, from the start of the step."""
     buckets: tuple[Bucket, ...]
     samples: int
     spread_s: float = 0.0
-    """The standard deviation of a step."""
+    """The standard deviation of `step_s`."""
     micro_batches: int = 1
     num_sums: float = 0.0
-    """Small sums over ranks that a step waits for."""
+    """How many small sums over ranks a step waits for."""
     fixed_batch: bool = False
-    """The global batch is the user's number: more GPUs take fewer micro-batches each."""
+    """Whether the user gave the global batch: more GPUs then take fewer micro-batches each."""
     wait_s: float = 0.0
-    """For data, after the backward pass; on a GPU part of it is hidden."""
+    """Waiting for data, after the backward pass; on a GPU it partly overlaps with computation."""
 
     def on(self, ranks: int) -> "Timeline":
-        """Return the step of one of so many ranks, before anything is sent."""
+        """Return the step of one of so many ranks, without any communication."""
         num = max(1, -(-self.micro_batches // ranks)) if self.fixed_batch else self.micro_batches
         less = (self.micro_batches - num) / self.micro_batches
         less_s = self.backward_end_s * less
@@ -63,7 +63,7 @@ class Timeline:
 
 
 def step_s(timeline: Timeline, costs_s: Sequence[float], sums_s: float = 0.0) -> float:
-    """Return how long a step takes when each bucket costs so much to send."""
+    """Return the time of a step, given the time to send each bucket."""
     arrived_s = 0.0
     for bucket, cost_s in zip(timeline.buckets, costs_s, strict=True):
         arrived_s = max(arrived_s, bucket.ready_s) + cost_s
@@ -73,7 +73,7 @@ def step_s(timeline: Timeline, costs_s: Sequence[float], sums_s: float = 0.0) ->
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A step on so many GPUs, between a good and a bad case."""
+    """A step on so many GPUs, with a good and a bad case."""
 
     ranks: int
     step_s: float
@@ -83,11 +83,11 @@ class Forecast:
     speed_up: float
     efficiency: float
     all_reduce_s: float
-    """Of all buckets one after the other, hidden or not."""
+    """The time of all buckets, one after the other."""
     exposed_s: float
-    """Of buckets and small sums, what nothing hides."""
+    """The part of buckets and small sums that does not overlap with computation."""
     late_s: float
-    """By how much the slowest of so many is behind."""
+    """How far the slowest rank is behind."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -95,7 +95,7 @@ class Forecast:
 
 
 def slowest_of(ranks: int) -> float:
-    """Return how many standard deviations the slowest of so many is behind, on the average.
+    """Return by how many standard deviations the slowest of so many ranks is late on average.
 
     >>> [round(slowest_of(ranks), 2) for ranks in (1, 2, 64, 1024)]
     [0.0, 0.59, 2.34, 3.23]
@@ -106,9 +106,9 @@ def slowest_of(ranks: int) -> float:
 def forecast(timeline: Timeline, link: Link, ranks: int) -> Forecast:
     """Forecast a step on `ranks` GPUs.
 
-    All wait for the slowest: as late as the measured spread makes the slowest of so many. The
-    good case has none of that, and the link faster by its spread; the bad case twice that, and
-    the link slower by it.
+    All ranks wait for the slowest, whose delay follows from the measured spread. The good case has
+    no delay and a link that is faster by its spread; the bad case has twice the delay and a link
+    that is slower by its spread.
     """
     own = timeline.on(ranks)
     costs_s = [link.all_reduce_s(bucket.size_bytes, ranks) for bucket in own.buckets]
@@ -120,7 +120,7 @@ def forecast(timeline: Timeline, link: Link, ranks: int) -> Forecast:
         return step_s(own, slower, sums_s * factor) + times * late_s
 
     middle_s = case(1.0, 1.0)
-    # Micro-batches that do not share out evenly leave some ranks with one less.
+    # If micro-batches cannot be divided evenly, some ranks have one less.
     is_whole = timeline.fixed_batch and timeline.micro_batches >= ranks
     rate = (timeline.samples if is_whole else own.samples * ranks) / middle_s
     speed_up = rate / (timeline.samples / timeline.step_s)

@@ -1,8 +1,8 @@
-"""What a step's time is made of on the device: kernels by kind, and the time with none.
+"""The device's time in a step: kernels by kind, and the time without any.
 
-Owns: tracing a few steps, sorting what ran in them by its name, and the share of time in which
-the GPU had something to do. On a CPU operators stand in for kernels, and nothing is said of
-busy. Does not own: which steps, or what is made of it.
+Owns: tracing a few steps, sorting kernels by name, and the share of time in which the GPU was
+busy. On a CPU operators take the place of kernels, and there is no such share. Does not own: which
+steps are traced, or how the figures are shown.
 """
 
 import re
@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
+
+from lockstep.torch_compat.private import ran_on_gpu
 
 TRACED_STEPS = 2
 TRACE_STEPS = 1 + TRACED_STEPS
-"""The first lets the tracer settle."""
+"""The first one warms the tracer up."""
 
 NAMES = (
     ("exchange", r"nccl|c10d|gloo"),
@@ -30,7 +31,7 @@ NAMES = (
     ("pointwise/reduction", r"elementwise|reduce|vectorized|unrolled|multi_tensor|triton|aten::"),
     ("pointwise/reduction", r"index|gather|scatter|dropout|distribution|embedding|arange|scan"),
 )
-"""What kernels of a kind have in their names; the first that fits."""
+"""Patterns in the names of kernels, by kind; the first match counts."""
 
 
 def kind_of(name: str) -> str:
@@ -44,7 +45,7 @@ def kind_of(name: str) -> str:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return how much of a line some spans cover, where they overlap once.
+    """Return the length that some spans cover, overlaps counted once.
 
     >>> covered([(0, 2), (1, 3), (5, 6)])
     4.0
@@ -57,24 +58,24 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 class Trace:
-    """Follows a few steps of one rank."""
+    """The profiler's trace of a few steps of one rank."""
 
-    def __init__(self, device: torch.device, settle: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, synchronize: Callable[[], None]) -> None:
         self.on_gpu = device.type == "cuda"
-        self.settle = settle
+        self.synchronize = synchronize
         self.wall_s = 0.0
         self.began = 0.0
         activity = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
         steps = schedule(wait=0, warmup=1, active=TRACED_STEPS, repeat=1)
         self.profile = profile(activities=[activity], schedule=steps, acc_events=True)
 
-    def next_step(self, number: int) -> None:
-        """Note that step `number` begins, of TRACE_STEPS; then, that the last is over."""
+    def start_step(self, number: int) -> None:
+        """Begin step `number`; TRACE_STEPS ends the last one."""
         if number == 0:
             self.profile.start()
             return
         if number in (1, TRACE_STEPS):
-            self.settle()
+            self.synchronize()
         if number == TRACE_STEPS:
             self.wall_s = (time.perf_counter() - self.began) / TRACED_STEPS
             self.profile.stop()
@@ -84,7 +85,7 @@ class Trace:
             self.began = time.perf_counter()
 
     def to_json(self) -> dict[str, Any]:
-        """Return seconds of a step by kind and by name, the longest first."""
+        """Return the seconds of a step by kind and by name, longest first."""
         seconds, calls, busy_s = self._kernels() if self.on_gpu else self._operators()
         kinds: Counter[str] = Counter()
         for name, spent_s in seconds.items():
@@ -105,8 +106,7 @@ class Trace:
         calls: Counter[str] = Counter()
         spans = []
         for event in self.profile.events() or ():  # type: ignore[no-untyped-call]
-            on_device = event.device_type == DeviceType.CUDA
-            if not on_device or is_remark(event):
+            if not ran_on_gpu(event) or is_annotation(event):
                 continue
             span = event.time_range.start * 1e-6, event.time_range.end * 1e-6
             spans.append(span)
@@ -124,8 +124,8 @@ class Trace:
         return seconds, calls, None
 
 
-def is_remark(event: Any) -> bool:
-    """Say whether an event on the device's line is only a name that somebody gave to a span."""
+def is_annotation(event: Any) -> bool:
+    """Say whether an event on the GPU's timeline only names a span, and is no kernel."""
     named = event.name.startswith(
         ("ProfilerStep", "Optimizer.", "DistributedDataParallel", "nccl:")
     )

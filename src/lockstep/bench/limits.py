@@ -1,11 +1,12 @@
-"""What the machine can do at best: a large matrix product, a large copy, as measured here.
+"""What this machine reaches at best: the speed of a large matrix product and of a large copy.
 
-Owns: the two measurements, and the bytes an update of the weights cannot do without. Does not
-own: what a step does of it.
+Owns: the two measurements, and the bytes that an update of the weights must move. Does not own:
+how near a step comes (`work.py`).
 """
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,39 +16,44 @@ from lockstep.dist.fsdp import local_rows
 from lockstep.run.run import Run
 
 FIRST_SIDE, LAST_SIDE = 512, 8192
-"""Square matrices, each twice as large as the one before."""
+"""Sides of square matrices, doubled each time."""
 LONG_S = 0.005
-"""A product that takes so long is large enough; the next would take eight times as long."""
+"""A product that takes longer is large enough; the next one would take eight times as long."""
 COPY_BYTES = 256 << 20
-"""More than any cache holds."""
-TOGETHER, TIMES, ENOUGH_S = 4, 5, 0.3
-"""So many one after the other, so often and so long at least: the fastest is the limit."""
+"""Larger than any cache."""
+NUM_IN_A_ROW = 4
+"""Number of calls that are timed together."""
+MIN_REPEATS = 5
+MIN_S = 0.3
+"""Smallest number of repeats, and their shortest total time; the fastest is the limit."""
 
 
-def fastest(action: Callable[[], object], settle: Callable[[], None]) -> float:
-    """Return the seconds that something takes at best; the first time does not count."""
+def fastest(action: Callable[[], object], synchronize: Callable[[], None]) -> float:
+    """Return the shortest time of an action, in seconds; the first call does not count."""
     action()
     times: list[float] = []
-    while len(times) < TIMES or TOGETHER * sum(times) < ENOUGH_S:
-        settle()
+    while len(times) < MIN_REPEATS or NUM_IN_A_ROW * sum(times) < MIN_S:
+        synchronize()
         began = time.perf_counter()
-        for _ in range(TOGETHER):
+        for _ in range(NUM_IN_A_ROW):
             action()
-        settle()
-        times.append((time.perf_counter() - began) / TOGETHER)
+        synchronize()
+        times.append((time.perf_counter() - began) / NUM_IN_A_ROW)
     return min(times)
 
 
 @torch.no_grad()
 def matmul_limit(
-    device: torch.device, dtype: torch.dtype, settle: Callable[[], None]
+    device: torch.device, dtype: torch.dtype, synchronize: Callable[[], None]
 ) -> tuple[float, int]:
-    """Return the most operations a second that products of matrices reach, and their side."""
-    best, best_side, side = 0.0, 0, FIRST_SIDE
+    """Return the most operations per second that matrix products reach, and their side."""
+    best = 0.0
+    best_side = 0
+    side = FIRST_SIDE
     while side <= LAST_SIDE:
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(a)
-        seconds = fastest(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), settle)  # type: ignore[misc]
+        seconds = fastest(partial(torch.mm, a, b, out=out), synchronize)
         if 2 * side**3 / seconds > best:
             best, best_side = 2 * side**3 / seconds, side
         if seconds > LONG_S:
@@ -56,20 +62,19 @@ def matmul_limit(
     return best, best_side
 
 
-def copy_limit(device: torch.device, settle: Callable[[], None]) -> float:
-    """Return the bytes a second that a large copy reads and writes, counted both ways."""
-    source = torch.ones(
-        COPY_BYTES // 4, device=device
-    )  # memory that was never written is no memory
+def copy_limit(device: torch.device, synchronize: Callable[[], None]) -> float:
+    """Return the bytes per second that a large copy moves, reads and writes added up."""
+    # Filled with ones: the kernel allocates pages only when they are written.
+    source = torch.ones(COPY_BYTES // 4, device=device)
     target = torch.ones_like(source)
-    return 2 * COPY_BYTES / fastest(lambda: target.copy_(source), settle)
+    return 2 * COPY_BYTES / fastest(lambda: target.copy_(source), synchronize)
 
 
 def update_bytes(run: Run) -> int:
     """Return the bytes that the optimizer and the averages read and write on this rank.
 
-    Each gradient is read; each weight, each state of the optimizer that has the shape of the
-    weight, and each average is read and written; averages read the weights once more.
+    Each gradient is read. Each weight, each average and each optimizer state with dimensions is
+    read and written. Averages read the weights once more.
     """
     moved = 0
     for group in run.optimizer.param_groups:
@@ -85,18 +90,18 @@ def _bytes(tensors: list[Any]) -> int:
     return sum(tensor.nbytes for tensor in local_rows(tensors))
 
 
-def trained_in(run: Run) -> torch.dtype:
-    """Return the precision of the run's matrix products: autocast's, or the weights'."""
+def compute_dtype(run: Run) -> torch.dtype:
+    """Return the dtype of the run's matrix products: that of autocast, or of the weights."""
     if run.autocast is not None:
         return run.autocast.fast_dtype
     kinds = (p.dtype for p in run.model.parameters() if p.is_floating_point())
     return next(kinds, torch.float32)
 
 
-def says_dtype(dtype: torch.dtype, device: torch.device) -> str:
-    """Return the name of a precision, TF32 where float32 products run in it.
+def dtype_name(dtype: torch.dtype, device: torch.device) -> str:
+    """Return the short name of a dtype; TF32 if float32 products run in it.
 
-    >>> says_dtype(torch.bfloat16, torch.device("cpu"))
+    >>> dtype_name(torch.bfloat16, torch.device("cpu"))
     'bf16'
     """
     if dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:

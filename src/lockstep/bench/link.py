@@ -1,7 +1,7 @@
-"""What it costs to sum numbers over ranks: latency and bandwidth of a link.
+"""Latency and bandwidth of a link between ranks, and the time of an all-reduce over it.
 
-Owns: the cost of an all-reduce by ring and by tree, the fit of a link to measured times, and
-the figures of well-known links. Does not own: any measurement, or what a step does meanwhile.
+Owns: the time of an all-reduce by ring and by tree, the fit of a link to measured times, and the
+figures of well-known links. Does not own: any measurement, or what overlaps with an all-reduce.
 """
 
 import math
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from lockstep.errors import ConfigError, closest
 
 REACHED = 0.8
-"""The part of a link's nominal bandwidth that is assumed to be reached."""
+"""The assumed share of a link's nominal bandwidth that is reached."""
 ASSUMED_SPREAD = 0.2
-"""How far the times of a link that nobody measured may be off, either way."""
+"""The assumed relative error of the times of a link that was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """From each rank to the next: what one message costs, and one byte."""
+    """The link from each rank to the next."""
 
     name: str
     latency_s: float
     bytes_per_s: float
-    """Of each rank, in each direction."""
+    """Bandwidth of each rank, in each direction."""
     spread: float = 0.0
-    """How far times may be off, as a part of them."""
+    """Relative error of the times."""
     ring_only: bool = False
-    """Gloo knows the ring alone; NCCL takes the better of the two."""
+    """Whether only the ring is used, as by gloo; NCCL picks the faster of ring and tree."""
 
     def ring_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the time of an all-reduce in 2 (N - 1) rounds of an N-th each.
+        """Return the time of an all-reduce by ring: 2 (N - 1) rounds of 1/N of the bytes each.
 
         >>> Link("", 0.001, 1e6).ring_s(1e6, 4)
         1.506
@@ -40,7 +40,7 @@ class Link:
         return rounds * (self.latency_s + size_bytes / ranks / self.bytes_per_s)
 
     def tree_s(self, size_bytes: float, ranks: int) -> float:
-        """Return its time up and down two trees that carry a half each, in a pipeline.
+        """Return the time of an all-reduce by two pipelined trees, each with half of the bytes.
 
         >>> Link("", 0.001, 1e6).tree_s(1e6, 4)
         2.004
@@ -51,7 +51,7 @@ class Link:
         return 2 * depth * self.latency_s + 2 * size_bytes / self.bytes_per_s
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the time of an all-reduce by the better way there is."""
+        """Return the time of an all-reduce by the faster way that the backend has."""
         ring_s = self.ring_s(size_bytes, ranks)
         return ring_s if self.ring_only else min(ring_s, self.tree_s(size_bytes, ranks))
 
@@ -73,7 +73,7 @@ INTERCONNECTS = {
         _well_known("infiniband-ndr", 50.0, 5.0),  # 400 Gb/s to every GPU
     )
 }
-"""Nominal GB/s each way and per GPU, and microseconds from one rank to the next."""
+"""From the nominal GB/s of a GPU in each direction, and the microseconds of a message."""
 
 BYTES_PER_S = {"GB": 1e9, "MB": 1e6, "KB": 1e3, "Gb": 1e9 / 8, "Mb": 1e6 / 8}
 NUMBER = r" *(\d+(?:\.\d*)?(?:e[+-]?\d+)?) *"
@@ -81,36 +81,36 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def choose_link(interconnect: str, link: str) -> Link | None:
-    """Return the link that was asked for by name or by numbers, if any.
+    """Return the link given by name or by numbers, or None.
 
     >>> print(choose_link("", "10Gb/s,50us"))
     10Gb/s,50us: 1.25 GB/s, 50 us
     """
     if interconnect and link:
-        raise ConfigError("--interconnect and --link are two answers to one question", "one")
+        raise ConfigError("--interconnect and --link both name the link", "pass one of them")
     if interconnect:
         if interconnect not in INTERCONNECTS:
-            known = f"one of {', '.join(INTERCONNECTS)}; or --link 12.5GB/s,10us"
             near = closest(interconnect, INTERCONNECTS)
-            raise ConfigError(f"--interconnect {interconnect} is not known", near or known)
+            known = near or f"one of {', '.join(INTERCONNECTS)}; or --link 12.5GB/s,10us"
+            raise ConfigError(f"--interconnect {interconnect} is not known", f"pass {known}")
         return INTERCONNECTS[interconnect]
     if not link:
         return None
-    said = re.fullmatch(rf"{NUMBER}([GMK]B|[GM]b)(?:it)?(?:/s|ps)?,{NUMBER}(s|ms|us)", link)
-    bytes_per_s = float(said[1]) * BYTES_PER_S[said[2]] if said else 0.0
-    if said is None or bytes_per_s <= 0:
+    match = re.fullmatch(rf"{NUMBER}([GMK]B|[GM]b)(?:it)?(?:/s|ps)?,{NUMBER}(s|ms|us)", link)
+    bytes_per_s = float(match[1]) * BYTES_PER_S[match[2]] if match else 0.0
+    if match is None or bytes_per_s <= 0:
         raise ConfigError(
             f"--link {link} is not a bandwidth and a latency",
-            "--link 12.5GB/s,10us (GB bytes, Gb bits)",
+            "pass both with units: --link 12.5GB/s,10us (GB: bytes, Gb: bits)",
         )
-    return Link(link, float(said[3]) * SECONDS[said[4]], bytes_per_s)
+    return Link(link, float(match[3]) * SECONDS[match[4]], bytes_per_s)
 
 
 def fit_link(times: Sequence[tuple[float, float]], ranks: int, name: str = "measured") -> Link:
-    """Find the link whose ring would take these times for these many bytes.
+    """Fit a link to pairs of bytes and seconds, the times of all-reduces by ring.
 
-    Every size counts alike: what is made small is the relative error, whose root mean square
-    is the spread.
+    The fit minimises the relative error, so every size counts the same. Its root mean square is
+    the link's spread.
     """
     import numpy as np
 
@@ -121,8 +121,8 @@ def fit_link(times: Sequence[tuple[float, float]], ranks: int, name: str = "meas
         fixed_s, per_byte_s = 0.0, float(rows[:, 1].sum() / np.square(rows[:, 1]).sum())
     if per_byte_s <= 0:
         raise ConfigError(
-            f"{len(times)} sizes of message took times that do not grow with them",
-            "again, when the machine is idle",
+            f"the times of {len(times)} sizes of messages do not grow with the size",
+            "run it again when the machine is idle",
         )
     errors = rows @ np.array([fixed_s, per_byte_s]) - 1
     spread = float(np.sqrt(np.square(errors).mean()))

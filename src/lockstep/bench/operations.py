@@ -1,12 +1,12 @@
-"""How many floating-point operations a step computes.
+"""The number of floating-point operations of a step.
 
-Owns: counting them while a step is taken, by the shapes that its matrix products, convolutions
-and attention have, forward and backward, as often as they are computed; and the names of what
-was met and could not be counted. Does not own: which step, or what it takes.
+Owns: counting them, forward and backward, from the shapes of matrix products, convolutions and
+attention; and the names of operators that could not be counted. Does not own: which steps are
+counted, or their time.
 
-An addition and a multiplication are two operations. Attention counts in full, also where a mask
-leaves some of it out, and its backward pass with the scores that it computes again. What works
-number by number (activations, norms, sums, the optimizer) is not counted.
+An addition and a multiplication are two operations. Attention counts in full, even if a mask
+excludes a part of it, and its backward pass includes the scores that it computes again. Pointwise
+work (activations, norms, sums, the optimizer) is not counted.
 """
 
 import re
@@ -17,20 +17,23 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+from lockstep.torch_compat import COMPILER
+from lockstep.torch_compat.private import (
+    ATTENTION_ON_CPU,
+    aten_operator,
+    operation_counter,
 )
 
 KINDS = {"conv": "convolution", "attention": "attention"}
-"""By a part of an operator's name; what has none of them is a matrix product."""
+"""Kinds by a part of an operator's name; all others are matrix products."""
 OURS = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "inductor"}
-"""Torch's own families of operators; what is in another was written by somebody else."""
+"""Torch's own namespaces of operators; others belong to other packages."""
 HEAVY = r"_?linalg_|_fft_|_cdist_|_grouped_mm|_int_mm|(mv|addmv|dot|vdot)$|.*_(rnn|lstm|gru)"
-"""How operators of torch begin that multiply and that torch does not count."""
+"""Names of torch's operators that multiply, and for which torch has no formula."""
 LIGHT = {"linalg_vector_norm", "linalg_cross"}
-"""Of these, some that go number by number."""
+"""Exceptions, which are pointwise."""
 
 
 def _attention_on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -43,17 +46,18 @@ def _attention_on_cpu_backward(
     return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
 
 
-def _on_cpu() -> dict[Any, Any]:
-    """Return what torch does not count by itself: its fused attention on a CPU."""
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    return {
-        getattr(torch.ops.aten, name): _attention_on_cpu,
-        getattr(torch.ops.aten, f"{name}_backward"): _attention_on_cpu_backward,
+def _cpu_formulas() -> dict[Any, Any]:
+    """Return formulas that torch lacks: those of its fused attention on a CPU."""
+    formulas = {
+        ATTENTION_ON_CPU: _attention_on_cpu,
+        f"{ATTENTION_ON_CPU}_backward": _attention_on_cpu_backward,
     }
+    found = {aten_operator(name): formula for name, formula in formulas.items()}
+    return {operator: formula for operator, formula in found.items() if operator is not None}
 
 
 class Operations:
-    """What the steps that were counted computed, on this rank."""
+    """The operations of the counted steps on this rank."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -62,18 +66,21 @@ class Operations:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count a step inside the block; what is compiled runs as it was written."""
-        plain: Any = nullcontext()
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes long
-            plain = torch.compiler.set_stance("force_eager")
-        counter = _Counter()
-        with plain, counter:
+        """Count the step inside the block; compiled code runs uncompiled."""
+        uncompiled: Any = nullcontext()
+        if COMPILER in sys.modules:  # else nothing is compiled, and importing it takes long
+            uncompiled = torch.compiler.set_stance("force_eager")
+        counter = operation_counter(_cpu_formulas(), self._note_uncounted)
+        with uncompiled, counter:
             yield
         by_name = {str(name): num for name, num in counter.flop_counts["Global"].items()}
         for name, num in by_name.items():
             self.kinds[kind_of(name)] += num
         self.steps.append(sum(by_name.values()))
-        self.not_counted |= counter.not_counted
+
+    def _note_uncounted(self, name: str) -> None:
+        if is_missed(name):
+            self.not_counted.add(name)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -82,19 +89,6 @@ class Operations:
             "operations_by_kind": dict(self.kinds),
             "not_counted": sorted(self.not_counted),
         }
-
-
-class _Counter(FlopCounterMode):
-    """Counts, and notes what it has no rule for."""
-
-    def __init__(self) -> None:
-        super().__init__(display=False, custom_mapping=_on_cpu())
-        self.not_counted: set[str] = set()
-
-    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        if func_packet not in self.flop_registry and is_missed(str(func_packet)):
-            self.not_counted.add(str(func_packet))
-        return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def kind_of(name: str) -> str:
@@ -107,7 +101,7 @@ def kind_of(name: str) -> str:
 
 
 def is_missed(name: str) -> bool:
-    """Say whether an operator without a rule may compute more than number by number.
+    """Say whether an operator without a formula may be more than pointwise work.
 
     >>> is_missed("aten.add"), is_missed("aten.mv"), is_missed("mine.kernel")
     (False, True, True)

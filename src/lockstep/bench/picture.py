@@ -1,6 +1,6 @@
-"""The picture of a scaling report: speed-up, where a step's time goes, the all-reduce.
+"""Draw a scaling report: the speed-up, the parts of a step, the all-reduce.
 
-Owns: how it looks. Does not own: any number.
+Owns: the layout of the picture. Does not own: any number.
 """
 
 from pathlib import Path
@@ -14,32 +14,32 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw_scaling(found: Scaling, path: Path) -> None:
+def draw_scaling(report: Scaling, path: Path) -> None:
     """Draw a report into the picture `path`."""
     # The object interface: pyplot keeps global state and must not leave the main thread.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    has_link = found.measured_link is not None
+    has_link = report.measured_link is not None
     num_panels = 3 if has_link else 2
     padded = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
     figure = Figure(figsize=(5.6 * num_panels, 4.4), dpi=110, layout=padded)
     panels = figure.subplots(1, num_panels, squeeze=False).ravel()
-    _draw_efficiency(panels[0], found)
-    _draw_step(panels[1], found)
+    _draw_efficiency(panels[0], report)
+    _draw_step(panels[1], report)
     if has_link:
-        _draw_link(panels[2], found)
+        _draw_link(panels[2], report)
     FigureCanvasAgg(figure)
     with replacing(path.parent, path.name) as file:
         figure.savefig(file, format="png")
 
 
-def _draw_efficiency(axes: "Axes", found: Scaling) -> None:
-    """Draw what was measured and what is forecast, as a part of the theoretical speed-up."""
+def _draw_efficiency(axes: "Axes", report: Scaling) -> None:
+    """Draw the measured and the forecast speed-up, as a share of the theoretical one."""
     _prepare(axes, "Speed-up, % of the theoretical", "processes", "%")
-    for number, (link, at) in enumerate(found.forecasts):
-        # A fast step is a high speed-up.
+    for number, (link, at) in enumerate(report.forecasts):
+        # The shortest step has the highest speed-up.
         above = [100 * made.efficiency * (made.step_s / made.low_s - 1) for made in at]
         below = [100 * made.efficiency * (1 - made.step_s / made.high_s) for made in at]
         axes.errorbar(
@@ -54,40 +54,40 @@ def _draw_efficiency(axes: "Axes", found: Scaling) -> None:
             capsize=4,
             label=f"forecast, {link.name}",
         )
-    measured = [row.ranks for row in found.rows]
-    efficiency = [100 * row.efficiency for row in found.rows]
+    measured = [row.ranks for row in report.rows]
+    efficiency = [100 * row.efficiency for row in report.rows]
     axes.plot(
         measured, efficiency, color=TRAIN, linewidth=1.9, marker="o", markersize=5, label="measured"
     )
-    ticks = sorted({*measured, *(made.ranks for _, at in found.forecasts for made in at)})
+    ticks = sorted({*measured, *(made.ranks for _, at in report.forecasts for made in at)})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{ranks:,}" for ranks in ticks])
     axes.set_ylim(0, 112)
     axes.legend(framealpha=0.75, edgecolor="none", fontsize=9, labelcolor=INK, loc="lower left")
 
 
-def _draw_step(axes: "Axes", found: Scaling) -> None:
-    """Draw what a step is made of, for each number of processes."""
+def _draw_step(axes: "Axes", report: Scaling) -> None:
+    """Draw the parts of a step, for each number of processes."""
     _prepare(axes, "A step", "processes", "ms")
-    waiting = [row.input * row.step_ms for row in found.rows]
-    sending = [row.communication * row.step_ms for row in found.rows]
-    alone = [min(row.alone_ms, row.step_ms) for row in found.rows]
-    spent = zip(found.rows, waiting, sending, alone, strict=True)
+    waiting = [row.input * row.step_ms for row in report.rows]
+    sending = [row.communication * row.step_ms for row in report.rows]
+    alone = [min(row.alone_ms, row.step_ms) for row in report.rows]
+    spent = zip(report.rows, waiting, sending, alone, strict=True)
     slower = [max(0.0, row.step_ms - sum(parts)) for row, *parts in spent]
     parts = {
-        "as by itself": (TRAIN, alone),
+        "as on one process": (TRAIN, alone),
         "slower beside others": (HELD_OUT[2], slower),
         "waiting for data": (HELD_OUT[3], waiting),
         "communication": (HELD_OUT[0], sending),
     }
-    places, bottom = [str(row.ranks) for row in found.rows], [0.0] * len(found.rows)
+    places, bottom = [str(row.ranks) for row in report.rows], [0.0] * len(report.rows)
     for label, (color, heights) in parts.items():
         axes.bar(places, heights, bottom=bottom, width=0.55, color=color, label=label)
         bottom = [base + height for base, height in zip(bottom, heights, strict=True)]
-    for row in found.rows:
+    for row in report.rows:
         axes.annotate(
             f"{row.actual:.2f} x",
-            (str(row.ranks), max(row.step_ms, bottom[found.rows.index(row)])),
+            (str(row.ranks), max(row.step_ms, bottom[report.rows.index(row)])),
             xytext=(0, 3),
             textcoords="offset points",
             ha="center",
@@ -99,11 +99,11 @@ def _draw_step(axes: "Axes", found: Scaling) -> None:
     axes.legend(framealpha=0.75, edgecolor="none", fontsize=9, labelcolor=INK, loc="upper left")
 
 
-def _draw_link(axes: "Axes", found: Scaling) -> None:
-    """Draw what all-reduces of many sizes took, and the fit."""
-    assert found.measured_link is not None
+def _draw_link(axes: "Axes", report: Scaling) -> None:
+    """Draw the times of all-reduces of many sizes, and the fit."""
+    assert report.measured_link is not None
     _prepare(axes, "All-reduce", "bytes", "ms")
-    for number, each in enumerate(each for each in found.found if each.sizes):
+    for number, each in enumerate(each for each in report.found if each.sizes):
         sizes = [size for size, _ in each.sizes]
         axes.plot(
             sizes,

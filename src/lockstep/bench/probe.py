@@ -1,47 +1,61 @@
-"""What is measured inside a training process: steps, backward passes, exchanges, input.
+"""Measure one rank of a run: its steps, backward passes, exchanges and input.
 
-Owns: the numbers each rank writes down. Steps are taken as they are and, in
-turn, with gradients kept local, so that a machine that slows down does so for both. Does not
-own: when a step is taken, or what the numbers mean.
+Owns: the numbers that each rank writes down, and how its gradients are kept local. Steps as they
+are and steps with local gradients take turns, so that a machine that slows down does so for both.
+Does not own: when a step is taken (`callback.py`), or what the numbers mean.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+from torch import Tensor
 
-from lockstep.bench.look import Look
-from lockstep.bench.part import WARMUP_STEPS, BenchPart
-from lockstep.dist import ddp as parallel
+from lockstep.bench.collectives import NUM_REPEATS, time_sizes, time_together
+from lockstep.bench.profiled_steps import ProfiledSteps
+from lockstep.bench.settings import BenchSettings
 from lockstep.dist.collectives import GradBucket
-from lockstep.dist.ddp import unwrap
+from lockstep.dist.ddp import Averaging, replica_of, unwrap
 from lockstep.dist.pace import Clock
-from lockstep.dist.world import World
 from lockstep.errors import ConfigError
+from lockstep.phases import Phase
 from lockstep.run.run import Run
+from lockstep.torch_compat.private import assign_buckets, zero_buckets
 
+WARMUP_STEPS = 4
+"""The first steps build buckets, choose kernels and fill caches."""
 BLOCK = 4
-"""So many steps of one kind, then so many of the other."""
-EXCHANGES = 8
-"""How often the buckets of a step are exchanged by themselves."""
+"""Number of steps of one kind before as many of the other kind."""
 BUCKET_LIMITS_BYTES = [1 << 20, 25 << 20]
-"""As DistributedDataParallel cuts them unless told otherwise."""
-SIZES_BYTES = tuple(4096 * 4**power for power in range(7))
-"""4 KiB to 16 MiB."""
-SIZE_S = 0.3
-"""How long one size may take, all repeats together, from the third on."""
+"""The sizes of DistributedDataParallel's first bucket and of the others, unless set."""
 INPUT_S = 1.5
 INPUT_STEPS = 200
-"""How long, and how many steps, the input is read by itself at most."""
+"""The longest time, and the most steps, for which the input is read by itself."""
+
+
+class LocalAveraging(Averaging):
+    """The run's own averaging, with a switch to keep gradients on this rank."""
+
+    def __init__(self, averaging: Averaging) -> None:
+        super().__init__(averaging.world, averaging.dtype)
+        self.averaging = averaging
+        self.is_local = False
+
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Start averaging a bucket, or return it at once."""
+        self.num_sent += 1
+        if not self.is_local:
+            return self.averaging.exchange(bucket)
+        device = self.world.device
+        devices: Any = [device] if device.type == "cuda" else None
+        local: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        local.set_result(bucket.buffer())
+        return local
 
 
 @dataclass
@@ -49,177 +63,157 @@ class Step:
     """The moments of one step."""
 
     is_local: bool
+    """Whether gradients are kept local."""
     began: Any
     done: Any = None
-    """When the loop's body was over: the weights have moved."""
+    """When the weights had changed."""
     ended: Any = None
     """When the next step began."""
     wait_s: float = 0.0
     backwards: list[tuple[Any, Any]] = field(default_factory=list)
+    """Start and end of the backward pass of each micro-batch."""
     ready: dict[str, Any] = field(default_factory=dict)
-    """When each parameter's gradient was there, in the last backward pass."""
-
-
-class Message:
-    """A bucket of a size of one's own."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.tensor = torch.zeros(num_bytes // 4, device=device)
-
-    def buffer(self) -> Tensor:
-        """Return what is to be averaged."""
-        return self.tensor
+    """When each parameter's gradient was computed, in the last backward pass."""
 
 
 class Probe:
-    """Measures one rank of one run."""
+    """Measures one rank of one run.
 
-    def __init__(self, part: BenchPart, folder: Path) -> None:
-        self.part = part
+    Args:
+        run: Before its first step.
+        settings: How much to measure.
+        folder: Gets the file of this rank.
+        remarks: What a reader of the figures must know; they go into the file.
+    """
+
+    def __init__(self, run: Run, settings: BenchSettings, folder: Path, remarks: list[str]) -> None:
+        self.run = run
+        self.settings = settings
         self.folder = folder
-        self.remarks: list[str] = []
+        self.remarks = remarks
+        self.clock = Clock(run.world.device)
+        self.has_all_steps = False
+        """Whether every step was taken that is to be timed, traced or counted."""
         self.steps: list[Step] = []
-        self.num_seen = 0
+        self.profiled: ProfiledSteps | None = None
+        self.num_begun = 0
         self.num_sums = 0
-        self.found: dict[str, Any] = {}
-        self.look: Look | None = None
-
-    @property
-    def current(self) -> Step | None:
-        """Return the step under way, once the warm-up is over."""
-        return self.steps[-1] if self.steps else None
-
-    @property
-    def is_local(self) -> bool:
-        """Say whether gradients stay where they are."""
-        return self.current is not None and self.current.is_local
-
-    # --- Before the run is built ---
-
-    def attach(self, world: World) -> None:
-        """Come between the run and its exchanges, its small sums and its backward passes."""
-        exchange, probe = parallel.Averaging.exchange, self
-        self.exchange = exchange
-
-        def maybe(
-            own: parallel.Averaging, bucket: GradBucket
-        ) -> torch.futures.Future[torch.Tensor]:
-            if not probe.is_local:
-                return exchange(own, bucket)
-            devices: Any = [world.device] if world.device.type == "cuda" else None
-            kept: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-            kept.set_result(bucket.buffer())
-            own.num_sent += 1
-            return kept
-
-        parallel.Averaging.exchange = maybe  # type: ignore[method-assign,assignment]
-        for name in ("all_sum", "all_max", "all_parts"):
-            setattr(world, name, self._counted(getattr(world, name)))
-        backward = Tensor.backward
-
-        def timed(self: Tensor, *args: Any, **named: Any) -> None:
-            step = probe.current
-            if step is None:
-                backward(self, *args, **named)  # type: ignore[no-untyped-call]
-                return
-            began = probe.clock.mark()
-            backward(self, *args, **named)  # type: ignore[no-untyped-call]
-            step.backwards.append((began, probe.clock.mark()))
-
-        Tensor.backward = timed  # type: ignore[method-assign]
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **named: Any) -> Any:
-            self.num_sums += self.current is not None
-            return call(*args, **named)
-
-        return counted
+        """Collectives in the timed steps."""
+        self.ready_s: dict[str, float] = {}
+        """When each parameter's gradient is computed, from the start of a step."""
+        self._current: Step | None = None
+        """The step under way, if it is timed."""
+        self._wait_began = 0.0
+        self._backward_began: Any = None
+        folder.mkdir(parents=True, exist_ok=True)
+        self.averaging: LocalAveraging | None = None
+        if run.averaging is not None and replica_of(run.model) is not None:
+            self.averaging = LocalAveraging(run.averaging)
+            run.averaging = self.averaging
+            run.replicate()
+        named = unwrap(run.model).named_parameters()
+        self.parameters = {name: p for name, p in named if p.requires_grad}
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._note_ready(name))  # type: ignore[no-untyped-call]
+            for name, p in self.parameters.items()
+        ]
+        run.world.phase.listeners.append(self._hear)
 
     # --- While it trains ---
 
-    def begin(self, run: Run) -> None:
-        """Get to know the run."""
-        self.run = run
-        self.clock = Clock(run.world.device)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.parameters = {
-            name: p for name, p in unwrap(run.model).named_parameters() if p.requires_grad
-        }
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._note(name))  # type: ignore[no-untyped-call]
-            for name, p in self.parameters.items()
-        ]
+    def start_step(self) -> None:
+        """Begin a step: one of the warm-up, a timed or a profiled one."""
+        mark = self.clock.mark()
+        if self.profiled is not None:
+            self._write({"event": "profiling", "taken": self.num_begun})
+            self.num_begun += 1
+            self.profiled.start_step()
+            return
+        if self._current is not None and self._current.done is None:
+            self.steps.pop()  # it ran out of memory, and is taken again
+        elif self._current is not None:
+            self._current.ended = mark
+        if len(self.steps) == 2 * self.settings.steps:
+            self._end_timing()
+            if self.settings.profiles:
+                self.profiled = ProfiledSteps(self.run, self.clock.synchronize)
+                self.start_step()
+            return
+        if self.num_begun >= WARMUP_STEPS:
+            self._start_timed_step(mark)
+        if self.num_begun % BLOCK == 0:
+            self._write({"event": "steps", "taken": self.num_begun})
+        self.num_begun += 1
 
-    def _note(self, name: str) -> Callable[[Tensor], None]:
+    def _start_timed_step(self, mark: Any) -> None:
+        if self._current is None:
+            self.num_sums = -self.run.world.num_collectives
+        is_local = len(self.steps) // BLOCK % 2 == 1
+        num_same = sum(step.is_local == is_local for step in self.steps)
+        if num_same == self.settings.steps:
+            is_local = not is_local
+        self._current = Step(is_local, mark)
+        self.steps.append(self._current)
+        self._keep_local(is_local)
+
+    def end_step(self) -> None:
+        """Note that the weights have changed."""
+        if self._current is not None:
+            self._current.done = self.clock.mark()
+        elif self.profiled is not None:
+            self.profiled.end_step()
+            self.has_all_steps = self.profiled.is_complete
+        elif self.steps:  # one more, whose start ended the last timed step
+            self.has_all_steps = True
+
+    def _keep_local(self, is_local: bool) -> None:
+        if self.averaging is not None:
+            self.averaging.is_local = is_local
+
+    def _end_timing(self) -> None:
+        """Take steps as they are from here on."""
+        self.clock.synchronize()
+        self.num_sums += self.run.world.num_collectives
+        self._current = None
+        self._keep_local(False)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note_ready(self, name: str) -> Callable[[Tensor], None]:
         def note(_: Tensor) -> None:
-            if self.is_local:
-                self.steps[-1].ready[name] = self.clock.mark()
+            if self._current is not None and self._current.is_local:
+                self._current.ready[name] = self.clock.mark()
 
         return note
 
-    def next_step(self) -> bool:
-        """Begin a step; say whether enough of them were taken. The last ones are not timed."""
-        if self.look is not None:
-            return self._look_on(self.look)
-        mark, taken = self.clock.mark(), self.num_seen - WARMUP_STEPS
-        if self.steps:
-            self.steps[-1].ended = mark
-        if taken >= 2 * self.part.steps:
-            self._close()
-            self.look = Look(self.run, self.clock.settle) if self.part.looks else None
-            return self._look_on(self.look) if self.look is not None else True
-        if taken >= 0:
-            is_local = taken // BLOCK % 2 == 1
-            full = sum(step.is_local == is_local for step in self.steps) >= self.part.steps
-            self.steps.append(Step(is_local != full, mark))
-        if taken % BLOCK == 0:
-            self._write({"event": "steps", "taken": self.num_seen})
-        self.num_seen += 1
-        return False
-
-    def _look_on(self, look: Look) -> bool:
-        self._write({"event": "looking", "taken": self.num_seen})
-        self.num_seen += 1
-        return look.next_step()
-
-    def looking(self) -> AbstractContextManager[None]:
-        """Return the block inside which the step that was begun is to be taken."""
-        return nullcontext() if self.look is None else self.look.looking()
-
-    def step_done(self) -> None:
-        """Note that the weights have moved."""
-        if self.current is not None:
-            self.current.done = self.clock.mark()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting for data."""
-        began, step = time.perf_counter(), self.current
-        yield
-        if step is not None:
-            step.wait_s += time.perf_counter() - began
+    def _hear(self, phase: Phase, begins: bool) -> None:
+        """Time backward passes on the device's clock, and the waiting for data on the host's."""
+        step = self._current
+        if step is None:
+            return
+        if phase == "data" and begins:
+            self._wait_began = time.perf_counter()
+        elif phase == "data":
+            step.wait_s += time.perf_counter() - self._wait_began
+        elif phase == "backward" and begins:
+            self._backward_began = self.clock.mark()
+        elif phase == "backward":
+            step.backwards.append((self._backward_began, self.clock.mark()))
 
     # --- Afterwards ---
 
-    def _close(self) -> None:
-        """Read the clock; what comes after is not timed."""
-        self.clock.settle()
-        for hook in self._hooks:
-            hook.remove()
-        self.found = self._steps() | {"sums_per_step": self.num_sums / len(self.steps)}
-        self.steps = []
-
     def finish(self) -> None:
-        """Measure what a step is made of, and write everything down. Collective."""
-        found = self.found
-        if self.look is not None:
+        """Measure exchanges, input and machine, and write everything down. Collective."""
+        self.clock.synchronize()
+        figures = self._step_figures()
+        if self.profiled is not None:
             self._write({"event": "limits"})
-            found |= {"work": self.look.finish()}
+            figures["work"] = self.profiled.finish()
         self._write({"event": "exchanges"})
-        found |= self._exchanges()
+        figures |= self._exchange_figures()
         self._write({"event": "input"})
-        found |= self._input()
-        self._write({"event": "measured", **self._facts(), **found, "remarks": self.remarks})
+        figures["input_samples_per_s"] = input_samples_per_s(self.run, self.clock)
+        self._write({"event": "measured", **self._facts(), **figures, "remarks": self.remarks})
         self.run.world.barrier()
 
     def _facts(self) -> dict[str, Any]:
@@ -240,114 +234,85 @@ class Probe:
             "parameters": sum(p.numel() for p in self.parameters.values()),
         }
 
-    def _steps(self) -> dict[str, Any]:
-        """Return what the steps took, kind by kind, and where in the local ones the time went."""
+    def _step_figures(self) -> dict[str, Any]:
+        """Return the times of both kinds of steps, and of the parts of the local ones."""
         between = self.clock.between
         whole = [step for step in self.steps if not step.is_local]
         local = [step for step in self.steps if step.is_local]
         if not all(step.backwards and step.ready for step in local):
-            raise ConfigError("a step was seen without loss.backward()", "the trainer's own step")
-        backward = [sum(between(*pair) for pair in step.backwards) for step in local]
-        backward_end = [between(step.began, step.backwards[-1][1]) for step in local]
+            raise ConfigError(
+                "a step was taken without the backward pass of train_step",
+                "call trainer.step(batch), or train_step with a loss of your own",
+            )
         always = set.intersection(*(set(step.ready) for step in local))
-        self.ready_s = {name: self._ready(local, name) for name in sorted(always)}
+        self.ready_s = {
+            name: median(between(step.began, step.ready[name]) for step in local)
+            for name in sorted(always)
+        }
         return {
             "whole_s": [between(step.began, step.ended) for step in whole],
             "whole_wait_s": [step.wait_s for step in whole],
             "local_s": [between(step.began, step.ended) for step in local],
             "local_wait_s": [step.wait_s for step in local],
-            "backward_s": backward,
-            "backward_end_s": backward_end,
+            "backward_s": [sum(between(*pair) for pair in step.backwards) for step in local],
+            "backward_end_s": [between(step.began, step.backwards[-1][1]) for step in local],
             "body_s": [between(step.began, step.done) for step in local],
+            "sums_per_step": self.num_sums / len(self.steps),
         }
 
-    def _ready(self, steps: list[Step], name: str) -> float:
-        return median(self.clock.between(step.began, step.ready[name]) for step in steps)
-
-    def _exchanges(self) -> dict[str, Any]:
-        """Return what the run's own buckets take by themselves, and messages of many sizes."""
-        model, world = self.run.model, self.run.world
-        if not isinstance(model, nn.parallel.DistributedDataParallel):
-            return {"buckets": self._buckets_alone(), "exchange_s": 0.0, "sizes": []}
-        own = cast(parallel.Averaging, model.exchanges)
-        buckets = model.reducer._get_zeros_like_grad_buckets()
+    def _exchange_figures(self) -> dict[str, Any]:
+        """Return the times of the run's own buckets by themselves, and of many sizes."""
+        world, replica = self.run.world, replica_of(self.run.model)
+        if replica is None or self.averaging is None:
+            return {"buckets": self._forecast_buckets(), "exchange_s": 0.0, "sizes": []}
+        averaging, buckets = self.averaging, zero_buckets(replica)
 
         def exchange_all() -> None:
-            for future in [self.exchange(own, bucket) for bucket in buckets]:
+            for future in [averaging.exchange(bucket) for bucket in buckets]:
                 future.wait()
 
         exchange_all()
-        times = [time_together(exchange_all, world, self.clock) for _ in range(EXCHANGES)]
+        times = [time_together(exchange_all, world, self.clock) for _ in range(NUM_REPEATS)]
         return {
             "buckets": [self._bucket(bucket.parameters()) for bucket in buckets],
             "exchange_s": median(times),
             "sizes": time_sizes(world, self.clock),
         }
 
-    def _buckets_alone(self) -> list[tuple[int, float]]:
-        """Return the buckets there would be on several ranks, cut by torch's own hand."""
+    def _forecast_buckets(self) -> list[tuple[int, float]]:
+        """Return the buckets there would be on several ranks."""
         names = sorted(self.ready_s, key=lambda name: self.ready_s[name])
-        tensors: list[Tensor] = [self.parameters[name] for name in names]
-        dense, order = [False] * len(names), list(range(len(names)))
-        asked = self.run.config.gradients.bucket_mb
-        limits = [asked << 20] if asked else BUCKET_LIMITS_BYTES
-        cut, _ = _compute_bucket_assignment_by_size(tensors, limits, dense, order)
-        return [self._bucket([tensors[index] for index in indices]) for indices in cut]
+        parameters: list[Tensor] = [self.parameters[name] for name in names]
+        size_mb = self.run.config.gradients.bucket_mb
+        limits = [size_mb << 20] if size_mb else BUCKET_LIMITS_BYTES
+        buckets = assign_buckets(parameters, limits)
+        return [self._bucket([parameters[index] for index in indices]) for indices in buckets]
 
     def _bucket(self, parameters: list[Tensor]) -> tuple[int, float]:
-        """Return the bytes that are sent of a bucket, and when it is ready."""
-        sent_as = self.run.config.gradients.dtype
-        places = {id(p): name for name, p in self.parameters.items()}
-        ready_s = max(self.ready_s.get(places[id(p)], 0.0) for p in parameters)
-        return sum(p.numel() * (sent_as or p.dtype).itemsize for p in parameters), ready_s
+        """Return the bytes that are sent for a bucket, and when it is ready."""
+        dtype = self.run.config.gradients.dtype
+        names = {id(p): name for name, p in self.parameters.items()}
+        ready_s = max(self.ready_s.get(names[id(p)], 0.0) for p in parameters)
+        return sum(p.numel() * (dtype or p.dtype).itemsize for p in parameters), ready_s
 
-    def _input(self) -> dict[str, Any]:
-        """Return how fast batches come when nobody trains on them."""
-        run, began = self.run, 0.0
-        num_ahead = run.config.loader.num_workers * run.config.loader.prefetch
-        run.world.barrier()
-        samples, steps = 0, 0
-        opened = time.perf_counter()
-        for batch in run.loader:
-            steps += 1
-            if steps <= 1 + num_ahead:  # these were read while nobody asked
-                began = time.perf_counter()
-                continue
-            samples += sum(len(micro.ids) for micro in batch.micro_batches if micro.counts)
-            if steps >= INPUT_STEPS + num_ahead or time.perf_counter() - opened > INPUT_S:
-                break
-        self.clock.settle()
-        seconds = time.perf_counter() - began
-        return {"input_samples_per_s": samples / seconds if samples else 0.0}
-
-    def _write(self, said: dict[str, Any]) -> None:
+    def _write(self, values: dict[str, Any]) -> None:
         with (self.folder / f"rank_{self.run.world.rank}.jsonl").open("a") as file:
-            file.write(json.dumps(said) + "\n")
+            file.write(json.dumps(values) + "\n")
 
 
-def time_together(action: Callable[[], object], world: World, clock: Clock) -> float:
-    """Return how long something takes that all ranks begin together. Collective."""
-    world.barrier()
-    clock.settle()
-    began = time.perf_counter()
-    action()
-    clock.settle()
-    return time.perf_counter() - began
-
-
-def _send(message: GradBucket, world: World) -> None:
-    world.all_sum_later(message.buffer()).wait()
-
-
-def time_sizes(world: World, clock: Clock) -> list[tuple[int, float]]:
-    """Return what averaging a message takes, for several sizes. Collective."""
-    found = []
-    for num_bytes in SIZES_BYTES:
-        message = cast(GradBucket, Message(num_bytes, world.device))
-        times: list[float] = []
-        spent_us = 0
-        while len(times) < 3 or (len(times) < 3 * EXCHANGES and spent_us < SIZE_S * 1e6):
-            times.append(time_together(partial(_send, message, world), world, clock))
-            (spent_us,) = world.all_max(int(sum(times) * 1e6))  # all stop together
-        found.append((num_bytes, median(times[1:])))
-    return found
+def input_samples_per_s(run: Run, clock: Clock) -> float:
+    """Return how fast the loader of this rank reads when nothing else runs. Collective."""
+    num_ahead = run.config.loader.num_workers * run.config.loader.prefetch
+    run.world.barrier()
+    num_samples = 0
+    opened = began = time.perf_counter()
+    for num_steps, batch in enumerate(run.loader, start=1):
+        if num_steps <= 1 + num_ahead:  # these were read before the clock started
+            began = time.perf_counter()
+            continue
+        num_samples += sum(len(micro.ids) for micro in batch.micro_batches if micro.counts)
+        if num_steps >= INPUT_STEPS + num_ahead or time.perf_counter() - opened > INPUT_S:
+            break
+    clock.synchronize()
+    seconds = time.perf_counter() - began
+    return num_samples / seconds if num_samples else 0.0

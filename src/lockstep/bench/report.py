@@ -1,4 +1,4 @@
-"""What the measurements say: a table, the limit in words, a forecast.
+"""Report the measurements: a table, the limit in words, a forecast.
 
 Owns: the words and the layout, for people and as JSON. Does not own: any number.
 """
@@ -9,21 +9,21 @@ from typing import Any
 
 from lockstep.bench.forecast import Forecast, forecast
 from lockstep.bench.link import INTERCONNECTS, Link
-from lockstep.bench.play import Measured
+from lockstep.bench.measured import Measured
 from lockstep.bench.work import Work
 
 SIZES = (8, 64, 1024)
-"""The numbers of GPUs that are forecast."""
+"""The numbers of GPUs to forecast."""
 BUSY = 0.8
-"""A GPU that is busy for a smaller part of a step waits for the host."""
+"""If the GPU is busy for a smaller share of a step, it waits for the host."""
 UNITS = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6}
 WORTH_NAMING = 0.05
-"""A loss below this part of a step limits nothing."""
+"""A loss below this share of a step is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number of processes, against one."""
+    """The figures of some number of processes, compared with one."""
 
     ranks: int
     step_ms: float
@@ -34,12 +34,12 @@ class Row:
     overhead: float
     efficiency: float
     communication: float
-    """The part of a step that waits for gradients or small sums, with nothing to hide it."""
+    """The share of a step spent waiting for gradients or small sums."""
     input: float
-    """The part of a step in which a batch is waited for."""
+    """The share of a step spent waiting for data."""
     compute_ms: float
     alone_ms: float
-    """The same step's own work by itself, as one process takes it."""
+    """The time that one process takes for the same work."""
     all_reduce_ms: float
     backward_ms: float
     input_samples_per_s: float
@@ -48,7 +48,7 @@ class Row:
 
     @classmethod
     def of(cls, found: Measured, one: Measured) -> "Row":
-        """Compare what was found on several processes with one."""
+        """Compare the figures of several processes with those of one."""
         actual = found.samples_per_s / one.samples_per_s
         return cls(
             ranks=found.ranks,
@@ -72,54 +72,54 @@ class Row:
 
 
 def alone_s(found: Measured, one: Measured) -> float:
-    """Return what one process takes for what each of several does in a step, data apart."""
+    """Return the time of one process for a step of one of several, without waiting for data."""
     own = one.timeline().on(found.ranks)
     return own.step_s - own.wait_s
 
 
 def limit_of(found: Measured, one: Measured) -> str:
-    """Say in words what keeps a step from being faster."""
+    """Say in words what limits the speed of a step."""
     own_s = found.compute_s - found.local_wait_s
     losses = {"input": found.wait_s}
     if found.ranks > 1:
         losses |= {"communication": found.exposed_s, "sums": found.sums_s}
-        losses["each other"] = own_s - alone_s(found, one) - found.sums_s
+        losses["contention"] = own_s - alone_s(found, one) - found.sums_s
         if not found.sizes:
-            losses = {"input": found.wait_s, "sharded": losses["each other"]}
+            losses = {"input": found.wait_s, "sharded": losses["contention"]}
     worst = max(losses, key=lambda name: losses[name])
     if losses[worst] < WORTH_NAMING * found.step_s:
         rest_s = found.step_s - found.wait_s - found.exposed_s
         return f"compute: {_ms(rest_s)} of {_ms(found.step_s)} ms"
     if worst == "sharded":
         return (
-            f"sharding or each other: a step's own work takes {_ms(own_s)} ms, exchanges inside it "
-            f"included, {_ms(alone_s(found, one))} ms by itself"
+            f"sharding or contention: a step's own work takes {_ms(own_s)} ms with its exchanges, "
+            f"{_ms(alone_s(found, one))} ms on one process"
         )
     if worst == "communication":
         return (
-            f"communication: {_ms(found.exposed_s)} ms of all-reduce do not hide behind "
-            f"{_ms(found.backward_s)} ms of backward ({_ms(found.exchange_s)} ms by itself)"
+            f"communication: {_ms(found.exposed_s)} ms of all-reduce do not overlap with "
+            f"{_ms(found.backward_s)} ms of backward ({_ms(found.exchange_s)} ms alone)"
         )
     if worst == "sums":
         return (
             f"communication: {found.sums_per_step:.0f} small sums over ranks in a step of "
-            f"{_ms(found.step_s)} ms take {_ms(found.sums_s)} ms; more samples a step help"
+            f"{_ms(found.step_s)} ms take {_ms(found.sums_s)} ms; a larger batch has fewer steps"
         )
     if worst == "input":
-        appetite = found.facts["global_batch"] / (found.step_s - found.wait_s)
+        needed = found.facts["global_batch"] / (found.step_s - found.wait_s)
         return (
             f"input: {_ms(found.wait_s)} of {_ms(found.step_s)} ms wait for data; the loader alone "
-            f"gives {found.input_samples_per_s:.0f} samples/s, the step could take {appetite:.0f}"
+            f"reads {found.input_samples_per_s:.0f} samples/s, the steps could use {needed:.0f}"
         )
     return (
-        f"each other: a step's own work takes {_ms(own_s)} ms beside the other processes, "
-        f"{_ms(alone_s(found, one))} ms by itself (cores, memory or power are shared)"
+        f"contention: a step's own work takes {_ms(own_s)} ms beside the other processes, "
+        f"{_ms(alone_s(found, one))} ms on one process (cores, memory or power are shared)"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Everything that `lockstep bench scaling` found."""
+    """The report of `lockstep bench scaling`."""
 
     command: list[str]
     found: list[Measured]
@@ -130,7 +130,7 @@ class Scaling:
 
     @classmethod
     def of(cls, command: Sequence[str], found: Sequence[Measured], asked: Link | None) -> "Scaling":
-        """Compare, and forecast for the link asked for, else the measured one, else all known."""
+        """Compare; forecast for the link asked for, else the measured one, else the known ones."""
         one, most = found[0], found[-1]
         link = most.link()
         timeline = one.timeline(num_sums=most.sums_per_step)
@@ -185,13 +185,13 @@ class Scaling:
             link, ranks = self.measured_link, self.found[-1].ranks
             lines += [
                 "",
-                f"  all-reduce between {ranks} processes here: {1e6 * link.latency_s:.3g} us a "
+                f"  all-reduce between {ranks} processes here: {1e6 * link.latency_s:.3g} us per "
                 f"message, {link.bytes_per_s / 1e9:.3g} GB/s, fit within {100 * link.spread:.0f} %",
             ]
         for link, at in self.forecasts:
             lines += ["", f"  forecast, {link}{_assumed(link)}"]
             heads = ["GPUs", "step ms", "good", "bad", "samples/s", "speed-up"]
-            lines.append(_cells([*heads, "efficiency", "all-reduce", "not hidden", "the slowest"]))
+            lines.append(_cells([*heads, "efficiency", "all-reduce", "exposed", "slowest rank"]))
             lines += [_forecast_line(made) for made in at]
         return [*lines, *(f"  remark: {remark}" for remark in self.remarks)]
 
@@ -212,10 +212,10 @@ def step_lines(found: Measured) -> list[str]:
     parts = {
         "forward": (found.forward_s, "from the batch to the loss"),
         "backward": (found.backward_s, ""),
-        "after it": (found.after_s, "sums of the losses, clipping, optimizer, averages"),
+        "after backward": (found.after_s, "sums of the losses, clipping, optimizer, averages"),
         "waiting for data": (found.local_wait_s, f"{found.facts['num_workers']} workers"),
         "between steps": (between_s, "votes of the ranks, log"),
-        "exchange": (found.exposed_s, f"not hidden, of {_ms(found.exchange_s)} ms by itself"),
+        "exchange": (found.exposed_s, f"not overlapped, of {_ms(found.exchange_s)} ms alone"),
     }
     if not found.sizes:
         parts.pop("exchange")
@@ -233,18 +233,19 @@ def step_lines(found: Measured) -> list[str]:
 
 
 def work_lines(found: Measured, work: Work) -> list[str]:
-    """Say how near a step is to what the machine can do, and what keeps it from there."""
+    """Say how near a step is to what the machine can do, and whether the host limits it."""
     amount, unit = _scaled(work.operations)
     least, most = (f(n for rank in work.operations_each for n in rank) for f in (min, max))
     spread = f", {_scaled(least)[0]} to {_scaled(most)[0]}" if most > 1.05 * least else ""
-    skipped = ", ".join(["pointwise work", *work.not_counted])
+    uncounted = ", ".join(["pointwise work", *work.not_counted])
     reached, reached_unit = _scaled(work.per_s)
     limit, limit_unit = _scaled(work.limit_per_s)
     rows = [
         (
             "operations",
             f"{amount} {unit}FLOP",
-            f"a step of a rank{spread}: {_percent(work.operations_by_kind)}; without {skipped}",
+            f"per step and rank{spread}: {_percent(work.operations_by_kind)}; "
+            f"not counted: {uncounted}",
         ),
         (
             "rate",
@@ -256,12 +257,12 @@ def work_lines(found: Measured, work: Work) -> list[str]:
             "update",
             f"{_ms(work.update_s)} ms",
             f"at least: optimizer and averages move {work.update_bytes / 1e9:.3g} GB, a copy "
-            f"{work.bytes_per_s / 1e9:.3g} GB/s",
+            f"reaches {work.bytes_per_s / 1e9:.3g} GB/s",
         ),
         (
             "peak memory",
             f"{work.peak_bytes / 1e9:.2f} GB",
-            f"of {work.memory_bytes / 1e9:.0f} GB, in the timed steps and before",
+            f"of {work.memory_bytes / 1e9:.0f} GB, until the end of the timed steps",
         ),
     ]
     if work.busy is None:
@@ -270,25 +271,26 @@ def work_lines(found: Measured, work: Work) -> list[str]:
         rows.append(("GPU busy", f"{100 * work.busy:.0f} %", f"kernels: {_percent(work.kinds)}"))
     lines = [f"  {name:<18}{number:>14}   {remark}" for name, number, remark in rows]
     if is_host_bound(found, work):
-        also = {False: "compile: true, ", True: "compile: graphs, "}.get(found.facts["compile"], "")
-        lines.append(f"  the host is the limit: {also}larger micro-batches")
+        compiled = found.facts["compile"]
+        faster = {False: "compile: true or ", True: "compile: graphs or "}.get(compiled, "")
+        lines.append(f"  the host is the limit: try {faster}larger micro-batches")
     return lines
 
 
 def is_host_bound(found: Measured, work: Work) -> bool:
-    """Say whether the GPU waits for the host to ask, and not for data."""
+    """Say whether the GPU waits for the host to launch kernels, and not for data."""
     is_idle = work.busy is not None and work.busy < BUSY
     return is_idle and found.wait_s < WORTH_NAMING * found.step_s
 
 
 def _percent(shares: Mapping[str, float]) -> str:
-    """Return shares as words, those below a percent together at the end."""
+    """Return shares as words, without those below a percent."""
     named = {name: share for name, share in shares.items() if share >= 0.01}
     return ", ".join(f"{name} {100 * share:.0f} %" for name, share in named.items()) or "nothing"
 
 
 def _scaled(number: float) -> tuple[str, str]:
-    """Return a number with three digits, and the prefix of its unit.
+    """Return a number with three digits and the prefix of its unit.
 
     >>> _scaled(2.5e12), _scaled(3.1e8)
     (('2.5', 'T'), ('310', 'M'))
@@ -298,17 +300,17 @@ def _scaled(number: float) -> tuple[str, str]:
 
 
 def input_lines(found: Measured) -> list[str]:
-    """Say whether data come as fast as they are eaten."""
-    step_s = found.step_s - found.wait_s
-    appetite, gives = found.facts["global_batch"] / step_s, found.input_samples_per_s
+    """Say whether the loader is as fast as the steps."""
+    needed = found.facts["global_batch"] / (found.step_s - found.wait_s)
+    reads = found.input_samples_per_s
     share = found.wait_s / found.step_s
-    verdict = f"not the limit: {gives / appetite:.1f} x what a step eats"
+    verdict = f"not the limit: {reads / needed:.1f} x what the steps use"
     if share > WORTH_NAMING:
         verdict = f"the limit: {_ms(found.wait_s)} of {_ms(found.step_s)} ms wait for data"
     return [
-        f"  loader alone  {gives:>10.0f} samples/s, "
+        f"  loader alone  {reads:>10.0f} samples/s, "
         f"{found.facts['num_workers']} workers for each of {found.ranks} x {found.facts['device']}",
-        f"  a step eats   {appetite:>10.0f} samples/s when it does not wait",
+        f"  steps use     {needed:>10.0f} samples/s when they do not wait",
         f"  waiting       {100 * share:>10.0f} % of a step",
         f"input is {verdict}",
     ]

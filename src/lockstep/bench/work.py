@@ -1,7 +1,7 @@
 """How near a step is to what the machine can do.
 
-Owns: the numbers of all ranks together, and what follows from them and the time of a step. Does
-not own: any measurement (`look.py`), or the words (`report.py`).
+Owns: the figures of all ranks together, and what follows from them and the time of a step. Does
+not own: any measurement (`profiled_steps.py`), or the words (`report.py`).
 """
 
 from collections import Counter
@@ -13,51 +13,51 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a rank computes in a step, the mean of all ranks, against what it could."""
+    """What a rank computes in a step and what it could; means over ranks."""
 
     operations: float
     """Floating-point operations of a step on one rank."""
     operations_each: list[list[int]]
-    """Of each step that was counted, on each rank."""
+    """The operations of each counted step, on each rank."""
     operations_by_kind: dict[str, float]
-    """Shares of them."""
+    """The share of each kind."""
     not_counted: list[str]
-    """Operators that were met and have no rule, pointwise ones apart."""
+    """Operators without a formula, except pointwise ones."""
     per_s: float
-    """Operations a second, over the time of a whole step."""
+    """Operations per second, over the time of a whole step."""
     dtype: str
     limit_per_s: float
-    """What a large matrix product in that precision reaches, measured in the same run."""
+    """The rate of a large matrix product in that precision, measured in the same run."""
     limit_side: int
     mfu: float
-    """The one over the other."""
+    """`per_s` over `limit_per_s`."""
     update_bytes: float
     bytes_per_s: float
-    """What a large copy reads and writes."""
+    """The speed of a large copy, reads and writes added up."""
     update_s: float
-    """What an update of weights, optimizer and averages takes at least."""
+    """The shortest time of an update of weights, optimizer and averages at that speed."""
     peak_bytes: int
-    """Of the rank that needs the most."""
+    """The peak of the rank that needs the most."""
     memory_bytes: int
     busy: float | None
-    """The share of a traced step in which the GPU had something to do."""
+    """The share of a traced step in which the GPU was busy; None on a CPU."""
     traced_step_s: float
     kinds: dict[str, float]
-    """Shares of the time of all kernels (on a CPU, operators), the largest first."""
+    """Shares of the time of all kernels (on a CPU, operators), largest first."""
     names: list[dict[str, Any]]
-    """The first rank's kernels by name, the longest first."""
+    """The first rank's kernels by name, longest first."""
 
     @classmethod
     def of(cls, ranks: Sequence[Mapping[str, Any]], step_s: float) -> "Work":
-        """Put together what the ranks found."""
+        """Put the figures of all ranks together."""
 
-        def middle(name: str) -> float:
+        def average(name: str) -> float:
             return mean(float(rank[name]) for rank in ranks)
 
         first = ranks[0]
         operations = mean(mean(rank["operations"]) for rank in ranks)
         limit, moved, bytes_per_s = (
-            middle(name) for name in ("limit_per_s", "update_bytes", "bytes_per_s")
+            average(name) for name in ("limit_per_s", "update_bytes", "bytes_per_s")
         )
         busy = [rank["busy_s"] / rank["traced_step_s"] for rank in ranks if rank["busy_s"]]
         return cls(
@@ -76,7 +76,7 @@ class Work:
             peak_bytes=max(rank["peak_bytes"] for rank in ranks),
             memory_bytes=first["memory_bytes"],
             busy=min(1.0, mean(busy)) if busy else None,
-            traced_step_s=middle("traced_step_s"),
+            traced_step_s=average("traced_step_s"),
             kinds=_shares(rank["kinds_s"] for rank in ranks),
             names=first["names"],
         )
@@ -87,7 +87,7 @@ class Work:
 
 
 def _shares(parts: Any) -> dict[str, float]:
-    """Return what part of the whole each name has, the largest first."""
+    """Return the share of each name, largest first."""
     summed: Counter[str] = Counter()
     for part in parts:
         summed.update(part)

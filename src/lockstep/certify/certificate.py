@@ -1,32 +1,34 @@
-"""A certificate: which runs it takes, what is compared with what, and the verdict.
+"""A certificate: which runs it needs, what is compared with what, and the verdict.
 
-Owns: the two proofs, resume and parity, and the tolerance where rounding is allowed. Does not
-own: starting a run (the caller's `play`), comparing (`compare.py`), naming (`verdict.py`).
+Owns: the two proofs, resume and parity. Does not own: starting a run (`runs.py`), comparing
+(`compare.py`), the tolerance (`rounding.py`), the name of a difference (`verdict.py`).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.certify.compare import (
+    Attempt,
     Comparison,
-    Difference,
-    Life,
     compare,
     distance,
     order_of,
-    read_lives,
+    read_attempts,
 )
 from lockstep.certify.cut import UNITS, Cut
-from lockstep.certify.part import Part
+from lockstep.certify.rounding import CEILING, Rounding
+from lockstep.certify.settings import RunSettings
 from lockstep.certify.verdict import NAMES, TRY, Context, Finding, find_cause, name_cut
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.harness.attach import TRACE
+from lockstep.plan import count_ranks
 
-Play = Callable[[str, Part, int], Path]
-"""Runs the command as a part says, on so many ranks (0: as typed), and returns its folder."""
+RunCommand = Callable[[str, RunSettings, int], Path]
+"""Runs the command under a name, with these settings, on this number of ranks (0: as typed), and
+returns the folder of the run."""
 
 ROWS = {
     "ids": "data",
@@ -46,19 +48,13 @@ ROWS = {
     "averages": "averages",
     "random": "generators",
 }
+"""The rows of the table: stages of a comparison, and their names."""
 FEWEST_STEPS = 3
-MARGIN = 16.0
-"""How much more than one reordering of the sums another one may do."""
-FLOOR, CEILING = 1e-5, 0.05
-"""The least and the most that is ever taken for rounding."""
-FLOOR_REDUCED = 1e-2
-"""In bf16 or fp16: where samples meet, and so other shapes are multiplied, and where gradients
-are rounded on their way between ranks, which one rank cannot show."""
 
 
 @dataclass
 class Column:
-    """One run, compared with the first: a verdict and a count for each thing."""
+    """One run, compared with the first: for each row a verdict, and how many values it covers."""
 
     title: str
     cells: dict[str, str] = field(default_factory=dict)
@@ -66,7 +62,7 @@ class Column:
 
     @classmethod
     def of(cls, title: str, *comparisons: Comparison, weights: float | None = None) -> "Column":
-        """Lay out what comparisons found."""
+        """Return the column of one or more comparisons."""
         column = cls(title)
         for stage, name in ROWS.items():
             num = sum(found.counts[stage] for found in comparisons)
@@ -97,13 +93,13 @@ class Certificate:
     batch_sizes: dict[int, int] = field(default_factory=dict)
     """In parity, the `batch_size` that each number of ranks was run with."""
     is_joint: bool = False
-    """Whether samples of all ranks met, so that fewer ranks had a larger `batch_size`."""
-    rounding: "Rounding | None" = None
-    """What rounding explains, if that had to be measured."""
+    """Whether samples of all ranks are combined, so that fewer ranks had a larger `batch_size`."""
+    rounding: Rounding | None = None
+    """The tolerance, if it had to be measured."""
 
     @property
     def verdict(self) -> str:
-        """Return one word for all of it."""
+        """Return "certified" or "differs"."""
         return "differs" if self.finding else "certified"
 
     def to_json(self) -> dict[str, Any]:
@@ -122,81 +118,81 @@ class Certificate:
         }
 
 
-def certify_resume(play: Play, steps: int, *, evaluates: bool = False) -> Certificate:
-    """Prove that a run which was killed and resumed equals one that was not."""
+def certify_resume(run_command: RunCommand, steps: int, *, evaluates: bool = False) -> Certificate:
+    """Prove that a run that was killed and resumed equals one that was not."""
     check_steps(steps)
     certificate = Certificate("resume", steps)
-    part = Part(steps, evaluates=evaluates)
-    straight = _only(play("straight", part, 0), steps)
+    settings = RunSettings(steps, evaluates=evaluates)
+    straight = _last_attempt(run_command("straight", settings, 0), steps)
     try:
-        folder = play("interrupted", Part(steps, kills=True, evaluates=evaluates), 0)
+        folder = run_command("interrupted", replace(settings, kills=True), 0)
     except LaunchError:
-        # A run whose data are other ones at every start is refused when it resumes.
-        certificate.finding = find_cause(_compare_again(play, part, 0, straight), "twice")
+        # A run whose data differ at every start refuses to resume.
+        certificate.finding = find_cause(
+            _compare_again(run_command, settings, 0, straight), "twice"
+        )
         if certificate.finding is None:
             raise
         return certificate
-    lives = read_lives(folder / TRACE)
-    if len(lives) < 2 or steps not in lives[-1].whole:
+    attempts = read_attempts(folder / TRACE)
+    if len(attempts) < 2 or steps not in attempts[-1].whole:
         raise LaunchError(
-            "the command was killed, and then ended without an error before its last step",
+            "the command was killed, and the second time it ended early without an error",
             "certify a command that resumes when it is started again",
         )
-    first, last = lives[0], lives[-1]
+    first, last = attempts[0], attempts[-1]
     twice, resumed = compare(straight, first), compare(straight, last)
     certificate.columns = [Column.of("resumed", twice, resumed)]
     killed = max(first.steps)
-    certificate.finding = find_cause(twice, "twice") or _began_anew(last, killed)
+    certificate.finding = find_cause(twice, "twice") or _started_again(last, killed)
     if certificate.finding is None and find_cause(resumed, "resume"):
-        again = _compare_again(play, part, 0, straight)
-        certificate.finding = _name(resumed, "resume", again)
+        again = _compare_again(run_command, settings, 0, straight)
+        certificate.finding = _name_cause(resumed, "resume", again)
     if certificate.finding is not None:
         return certificate
     certificate.remarks = _remarks(resumed)
-    ranks = "1 rank" if straight.size == 1 else f"{straight.size} ranks"
     certificate.proof = (
-        f"resuming equals never stopping, bit for bit: {steps} steps on {ranks}, "
-        f"killed after step {killed}, resumed from step {last.began_at}"
+        f"resuming equals never stopping, bit for bit: {steps} steps on "
+        f"{count_ranks(straight.size)}, killed after step {killed}, "
+        f"resumed from step {last.began_at}"
     )
     return certificate
 
 
 def certify_parity(
-    play: Play, gpus: Sequence[int], steps: int, *, exact: bool = False
+    run_command: RunCommand, gpus: Sequence[int], steps: int, *, exact: bool = False
 ) -> Certificate:
-    """Prove that every number of ranks takes the same steps as the smallest."""
+    """Prove that two or more numbers of ranks take the same steps, comparing with the smallest."""
     check_steps(steps, fewest=1)
     fewest, *more = sorted(set(gpus))
-    if not more:
-        raise ConfigError(
-            f"--gpus {fewest} is nothing to compare", f"pass --gpus {fewest},{2 * fewest}"
-        )
     certificate = Certificate("parity", steps)
-    part = Part(steps, most_ranks=more[-1], exact=exact)
-    folder = play(_ranks(fewest), part, fewest)
-    reference = _only(folder, steps, fewest)
+    settings = RunSettings(steps, most_ranks=more[-1], exact=exact)
+    folder = run_command(count_ranks(fewest), settings, fewest)
+    reference = _last_attempt(folder, steps, fewest)
     certificate.is_joint = bool(reference.plan["joint"])
     certificate.batch_sizes[fewest] = int(reference.plan["batch_size"])
     worst = 0.0
     for num in more:
-        other = play(_ranks(num), part, num)
-        life = _only(other, steps, num)
-        certificate.batch_sizes[num] = int(life.plan["batch_size"])
-        compared = compare(reference, life, bits=exact)
+        other = run_command(count_ranks(num), settings, num)
+        attempt = _last_attempt(other, steps, num)
+        certificate.batch_sizes[num] = int(attempt.plan["batch_size"])
+        compared = compare(reference, attempt, bits=exact)
         compared.judge(lambda one: CEILING)  # more than that is never rounding
         apart, name = (0.0, "") if exact else distance(folder / TRACE, other / TRACE, 0, steps)
         worst = max(worst, apart)
         if _needs_tolerance(compared) or (apart and not compared.hard):
             if certificate.rounding is None:
-                certificate.rounding = _measure_rounding(play, part, fewest, folder, reference)
+                certificate.rounding = _measure_rounding(
+                    run_command, settings, fewest, folder, reference
+                )
             compared.judge(partial(certificate.rounding.allows, hints=compared.hints))
-        certificate.columns.append(Column.of(_ranks(num), compared, weights=apart))
+        certificate.columns.append(Column.of(count_ranks(num), compared, weights=apart))
         far = None
         if not compared.hard and certificate.rounding and apart > certificate.rounding.weights:
             far = _too_far(apart, name, certificate.rounding.weights, steps)
         if compared.hard or far:
-            again = _compare_again(play, part, fewest, reference)
-            certificate.finding = _name(compared, "parity", again) or far
+            again = _compare_again(run_command, settings, fewest, reference)
+            certificate.finding = _name_cause(compared, "parity", again) or far
             break
         certificate.remarks += _remarks(compared)
     certificate.remarks = list(dict.fromkeys(certificate.remarks))
@@ -214,115 +210,76 @@ def check_steps(steps: int, fewest: int = FEWEST_STEPS) -> None:
         raise ConfigError(f"--steps {steps} is too few{why}", f"pass --steps {max(fewest, 6)}")
 
 
-def _only(folder: Path, steps: int, ranks: int = 0) -> Life:
-    """Return the one life of a run, which must have got to the end on as many ranks."""
-    lives = read_lives(folder / TRACE)
-    if not lives or not lives[-1].start:
+def _last_attempt(folder: Path, steps: int, ranks: int = 0) -> Attempt:
+    """Return the last attempt of a run, which must have reached its last step on these ranks."""
+    attempts = read_attempts(folder / TRACE)
+    if not attempts or not attempts[-1].start:
         raise ConfigError(
-            "the command ended well, and not one step of lockstep's was seen in it",
-            "certify a recipe, or a script around lockstep.fit or its Trainer; if it is one, let "
-            "it add to PYTHONPATH instead of replacing it",
+            "the command succeeded, but no training step of lockstep was seen",
+            "certify a recipe, or a script that calls lockstep.fit or uses its Trainer; if it is "
+            "one, let it keep LOCKSTEP_CALLBACKS and LOCKSTEP_TOOL_FOLDER in the environment",
         )
-    life = lives[-1]
-    if ranks and life.size != ranks:
+    attempt = attempts[-1]
+    if ranks and attempt.size != ranks:
         raise ConfigError(
-            f"{_ranks(ranks)} should have trained, and the command started {life.size}",
-            "give the command of one process, such as python train.py: certify starts the ranks",
+            f"certify started the command as {count_ranks(ranks)}, but {attempt.size} trained",
+            "pass the command of one process, such as python train.py: certify starts the ranks",
         )
-    if steps not in life.whole:
+    if steps not in attempt.whole:
         raise ConfigError(
-            f"the run took {max(life.steps, default=0)} steps of {steps}",
-            f"pass --steps {max(life.steps, default=0)}",
+            f"the run took {max(attempt.steps, default=0)} steps of {steps}",
+            f"pass --steps {max(attempt.steps, default=0)}",
         )
-    return life
+    return attempt
 
 
-def _began_anew(last: Life, killed: int) -> Finding | None:
+def _started_again(last: Attempt, killed: int) -> Finding | None:
     if last.began_at:
         return None
     return Finding(
         "checkpoint",
         0,
-        f"the run was killed after step {killed} and began again from nothing",
+        f"the run was killed after step {killed} and started again from scratch",
         "resume from the checkpoint folder: call fit(task, config), or prepare(...)",
     )
 
 
-def _compare_again(play: Play, part: Part, ranks: int, straight: Life) -> Comparison:
-    """Run it straight a second time, and compare."""
-    return compare(straight, _only(play("again", part, ranks), part.steps))
+def _compare_again(
+    run_command: RunCommand, settings: RunSettings, ranks: int, straight: Attempt
+) -> Comparison:
+    """Run the command uninterrupted a second time, and compare."""
+    return compare(straight, _last_attempt(run_command("again", settings, ranks), settings.steps))
 
 
-def _name(compared: Comparison, context: Context, again: Comparison) -> Finding | None:
-    """Name what differs first; what differs even between two equal runs is not the reason."""
+def _name_cause(compared: Comparison, context: Context, again: Comparison) -> Finding | None:
+    """Name the first difference; what differs even between two equal runs is not its reason."""
     noise = {name for hint in again.hints for name in hint.names}
     return find_cause(again, "twice") or find_cause(compared.without(noise), context)
 
 
 def _needs_tolerance(compared: Comparison) -> bool:
-    """Say whether a number that rounding may have touched comes before the first difference."""
+    """Return whether a number that rounding may change differs before anything else does."""
     if not compared.hard:
         return bool(compared.measured)
     return any(order_of(one) < order_of(compared.hard[0]) for one in compared.measured)
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """What rounding may do to the numbers of a run, in parts of them."""
-
-    numbers: dict[str, float]
-    weights: float
-    same_weights: float
-    """For the loss of a micro-batch where the model's weights are the same bits, and so are those
-    of other networks that the task holds: 0, unless adding up in another order changed it too."""
-
-    def allows(self, one: Difference, hints: Sequence[Difference]) -> float:
-        """Return how far apart two numbers may be."""
-        if one.stage != "loss" or not one.same_weights or one.place is None:
-            return self.numbers[one.stage]
-        seen = {hint.stage for hint in hints if hint.step <= one.step}
-        if "task" in seen:
-            return self.numbers["loss"]
-        return 0.0 if seen - {"built"} else self.same_weights
-
-    def to_json(self) -> dict[str, float]:
-        """Return it as plain numbers."""
-        return {**self.numbers, "weights": self.weights}
-
-
 def _measure_rounding(
-    play: Play, part: Part, ranks: int, folder: Path, reference: Life
+    run_command: RunCommand, settings: RunSettings, ranks: int, folder: Path, reference: Attempt
 ) -> Rounding:
-    """Measure what rounding does when the same step is added up in another order."""
-    turned = Part(part.steps, part.most_ranks, reorders=True)
-    other = play("reordered", turned, ranks)
-    compared = compare(reference, _only(other, part.steps, ranks), bits=False)
-    apart, _ = distance(folder / TRACE, other / TRACE, 0, part.steps)
-    plan = reference.plan
-    reduced = plan["rounded"] or (plan["joint"] and plan["reduced"])
-    floor = FLOOR_REDUCED if reduced else FLOOR
-
-    def allowed(measured: float) -> float:
-        return min(max(MARGIN * measured, floor), CEILING)
-
-    at_same_weights = [
-        one.relative or 0.0
-        for one in compared.measured
-        if one.stage == "loss" and one.same_weights and one.place is not None
-    ]
-    return Rounding(
-        {name: allowed(compared.spread(name)) for name in ("loss", "sums", "grad_norm")},
-        allowed(apart),
-        allowed(max(at_same_weights)) if at_same_weights else 0.0,
-    )
+    """Measure what rounding does when the same steps are summed in another order."""
+    other = run_command("reordered", replace(settings, reverses=True), ranks)
+    compared = compare(reference, _last_attempt(other, settings.steps, ranks), bits=False)
+    apart, _ = distance(folder / TRACE, other / TRACE, 0, settings.steps)
+    return Rounding.measured(compared, apart, reference.plan)
 
 
-def _add_cut(certificate: Certificate, reference: Life) -> None:
-    """Add what came of cutting micro-batches in another way: a finding, a column or a remark."""
+def _add_cut(certificate: Certificate, reference: Attempt) -> None:
+    """Add the result of computing samples in other micro-batches: finding, column or remark."""
     cut = Cut(**reference.cut) if reference.cut else Cut("that takes one rank: pass --gpus 1,2")
     if cut.why_not:
         certificate.remarks.append(
-            f"not shown: that the loss does not depend on how samples fall into micro-batches "
+            "not shown: whether the loss depends on how samples are divided into micro-batches "
             f"({cut.why_not})"
         )
         return
@@ -335,7 +292,7 @@ def _add_cut(certificate: Certificate, reference: Life) -> None:
         column.cells["loss"] = "depends on it"
         certificate.remarks.append(
             f"{len(cut.ids)} samples have a loss of {cut.whole:.6g} in one micro-batch and of "
-            f"{cut.parts:.6g} in three: batch_size is part of what is learned"
+            f"{cut.parts:.6g} in three: the loss depends on batch_size"
         )
     certificate.columns.append(column)
 
@@ -343,28 +300,24 @@ def _add_cut(certificate: Certificate, reference: Life) -> None:
 def _too_far(apart: float, name: str, allowed: float, steps: int) -> Finding:
     cause = NAMES["parameters"]
     says = (
-        f"step {steps}: the same losses and gradients, and weights {apart:.1e} of their way apart, "
-        f"{name} farthest; rounding explains {allowed:.1e}"
+        f"step {steps}: the same losses and gradients, but weights that differ by {apart:.1e} of "
+        f"the distance they moved, {name} most; rounding explains {allowed:.1e}"
     )
     return Finding(cause, steps, says, TRY[cause], names=(name,))
 
 
 def _remarks(compared: Comparison) -> list[str]:
-    """Say what differs and had no consequences; attributes and the task's own state often do."""
+    """Return what differs without consequences, but for attributes and states, which often do."""
     quiet = ("attributes", "task", "built")
     hints = [hint for hint in compared.hints if hint.stage not in quiet]
     names = [name for hint in hints for name in hint.names]
     kinds = {"NumPy": "NumPy's global generator", "Python": "Python's global generator"}
     said = list(dict.fromkeys(kinds.get(name, name) for name in names))
-    return [f"not the same, and nothing followed from it: {', '.join(said)}"] if said else []
-
-
-def _ranks(num: int) -> str:
-    return "1 rank" if num == 1 else f"{num} ranks"
+    return [f"differs without consequences: {', '.join(said)}"] if said else []
 
 
 def _parity_proof(
-    certificate: Certificate, reference: Life, sizes: list[int], worst: float, exact: bool
+    certificate: Certificate, reference: Attempt, sizes: list[int], worst: float, exact: bool
 ) -> str:
     plan = reference.plan
     batch = f"{certificate.steps} steps of {plan['global_batch']} samples"
@@ -375,6 +328,6 @@ def _parity_proof(
         return f"{many} gave the same bits: {batch}"
     allowed = certificate.rounding.weights if certificate.rounding else 0.0
     return (
-        f"{many} are equal to rounding: {worst:.1e} of the way the weights came in {batch}; "
-        f"rounding explains up to {allowed:.1e}"
+        f"{many} are equal up to rounding: weights differ by {worst:.1e} of the distance they "
+        f"moved in {batch}; rounding explains up to {allowed:.1e}"
     )

@@ -1,10 +1,10 @@
-"""Two traces, side by side: all that differs, in the order in which it came about.
+"""Compare two traces: every difference, in the order in which they arose.
 
 Owns: reading traces, what is compared with what, and the order of causes within a step. Does
-not own: what a difference is called (`verdict.py`).
+not own: the name of a difference (`verdict.py`).
 
 Leaves (micro-batches) are the same for every number of ranks, so they are compared by place.
-Numbers that rounding may touch are measured, not judged.
+Numbers that rounding may change are measured; whether the difference is allowed is decided later.
 """
 
 import json
@@ -18,18 +18,18 @@ from typing import Any
 Record = dict[str, Any]
 
 STATE = ("statistics", "buffers", "scaler", "optimizer", "parameters", "averages")
-"""What a run carries from step to step, in the order in which a step changes it."""
+"""The state that a run carries from step to step, in the order in which a step changes it."""
 HINTS_OF_STATE = ("volatile", "random", "attributes", "task")
-"""What nothing saves, and what the task does."""
+"""State that no checkpoint holds, and the task's own."""
 HINTS = ("rows", "built", *HINTS_OF_STATE)
-"""The same, samples as they were padded, and what a data set holds before it is read: it counts if
-something follows from it."""
+"""Differences that count only if another one follows: in the state above, in how samples were
+padded ("rows"), and in what the data set holds before it is read ("built")."""
 STAGES = (
     *("batch", "ids", "content", "apart", "inputs", "outputs", "loss", "sums", "statistics"),
     *("buffers", "grad_norm", "rates", "scaler", "optimizer", "parameters", "averages"),
 )
-"""The order of causes within a step. Ranks get apart by what one of them did to its weights; no
-difference of what they compute could, for their gradients meet."""
+"""The order of causes within a step. "apart": ranks have different weights, because one of them
+changed its own. Different losses cannot do that, since gradients are averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +38,32 @@ class Difference:
 
     stage: str
     step: int
-    """Counted from 1; at the beginning of a life, the step it begins after."""
+    """Counted from 1; at the start of an attempt, the step it starts after."""
     names: tuple[str, ...] = ()
     place: int | None = None
-    """The micro-batch, if it is about one."""
+    """The place of the micro-batch, if it concerns one."""
     before: Any = None
     after: Any = None
     at_start: bool = False
     relative: float | None = None
-    """How far apart, where it is numbers that rounding may touch."""
+    """The relative difference, of numbers that rounding may change."""
     same_weights: bool = True
-    """Whether the step began with the same bits."""
+    """Whether the weights were the same bits before the step."""
 
 
 @dataclass
-class Life:
-    """What one process group did: from a start to an end, or to a kill."""
+class Attempt:
+    """What one process group recorded, from its start to its end or its kill."""
 
     start: dict[int, Record] = field(default_factory=dict)
     cut: Record | None = None
-    """What came of cutting the last step's micro-batches in another way, if that was tried."""
+    """The result of computing samples of the last step in other micro-batches, if there is one."""
     steps: dict[int, dict[int, Record]] = field(default_factory=dict)
     """By step, then by rank."""
 
     @property
     def began_at(self) -> int:
-        """Return the step it went on after."""
+        """Return the step that it resumed after, or 0."""
         return int(self.start[0]["step"])
 
     @property
@@ -73,26 +73,26 @@ class Life:
 
     @property
     def plan(self) -> Mapping[str, Any]:
-        """Return what the run said of its batches."""
+        """Return the batch plan of the run."""
         return dict(self.start[0]["plan"])
 
     @property
     def whole(self) -> set[int]:
-        """Return the steps that every rank wrote down; a kill may have come before."""
+        """Return the steps that every rank recorded: after a kill, some ranks lack the last."""
         return {step for step, ranks in self.steps.items() if len(ranks) == self.size}
 
     def after(self, step: int) -> dict[int, Record]:
-        """Return what the ranks wrote down after `step` steps."""
+        """Return what the ranks recorded after `step` steps."""
         return self.steps.get(step, self.start)
 
 
 @dataclass
 class Comparison:
-    """What was compared, and what came of it."""
+    """The differences between two attempts, and how much was compared."""
 
     differences: list[Difference] = field(default_factory=list)
     measured: list[Difference] = field(default_factory=list)
-    """Numbers that are not the same bits, where rounding is allowed."""
+    """Numbers that are not the same bits where rounding may be the reason."""
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, difference: Difference) -> None:
@@ -100,18 +100,18 @@ class Comparison:
         self.differences.append(difference)
 
     def sort(self) -> None:
-        """Bring differences into the order in which they came about."""
+        """Sort differences into the order in which they arose."""
         self.differences.sort(key=order_of)
 
     def judge(self, allows: Callable[[Difference], float]) -> None:
-        """Make differences of those measured numbers that are farther off than is allowed."""
+        """Turn measured numbers that differ by more than allowed into differences."""
         beyond = [one for one in self.measured if (one.relative or 0.0) > allows(one)]
         self.measured = [one for one in self.measured if one not in beyond]
         self.differences += beyond
         self.sort()
 
     def without(self, noise: Collection[str]) -> "Comparison":
-        """Return it without the hints of these names."""
+        """Return a copy without the hints that have these names."""
         kept = []
         for one in self.differences:
             names = tuple(name for name in one.names if name not in noise)
@@ -127,31 +127,31 @@ class Comparison:
 
     @property
     def hard(self) -> list[Difference]:
-        """Return what may not differ."""
+        """Return the differences that refute a certificate."""
         return [d for d in self.differences if d.stage not in HINTS]
 
     @property
     def hints(self) -> list[Difference]:
-        """Return what may, as long as nothing follows from it."""
+        """Return the differences that count only if another one follows."""
         return [d for d in self.differences if d.stage in HINTS]
 
 
-def read_lives(folder: Path) -> list[Life]:
-    """Return the lives of a run, in order; a line that a kill cut short is left out."""
-    lives: list[Life] = []
+def read_attempts(folder: Path) -> list[Attempt]:
+    """Return the attempts of a run, in order; a line that a kill cut short is dropped."""
+    attempts: list[Attempt] = []
     for path in sorted(folder.glob("rank_*.jsonl"), key=lambda p: int(p.stem.split("_")[1])):
         number = -1
         for record in _records(path):
             if record["event"] == "start":
                 number += 1
-                if number == len(lives):
-                    lives.append(Life())
-                lives[number].start[record["rank"]] = record
+                if number == len(attempts):
+                    attempts.append(Attempt())
+                attempts[number].start[record["rank"]] = record
             elif record["event"] == "cut":
-                lives[number].cut = record["cut"]
+                attempts[number].cut = record["cut"]
             else:
-                lives[number].steps.setdefault(record["step"], {})[record["rank"]] = record
-    return lives
+                attempts[number].steps.setdefault(record["step"], {})[record["rank"]] = record
+    return attempts
 
 
 def _records(path: Path) -> Iterator[Record]:
@@ -162,31 +162,31 @@ def _records(path: Path) -> Iterator[Record]:
             return
 
 
-def compare(a: Life, b: Life, *, bits: bool = True) -> Comparison:
-    """Compare what `b` did with what `a` did in the same steps.
+def compare(a: Attempt, b: Attempt, *, bits: bool = True) -> Comparison:
+    """Compare the steps that both attempts recorded.
 
-    With `bits` every bit must be the same. Without, sums over micro-batches may be rounded
-    in another way: as long as the weights are the same bits, so must be all that comes before
-    the sum; from then on losses and gradients are measured.
+    With `bits` every bit must be the same. Otherwise sums over micro-batches may be rounded
+    differently: as long as the weights are the same bits, everything before the sum must be, too;
+    after that, losses and gradients are measured.
     """
     found = Comparison()
     joint = bool(b.plan["joint"])
     _compare_plans(found, a, b, joint)
     _compare_states(found, a.after(b.began_at), b.start, b.began_at, STATE, at_start=True)
     if not bits:
-        found.counts.clear()  # of what is compared only here, the table would claim too much
-    _look_apart(found, b.start, b.began_at)
+        found.counts.clear()  # state that is compared only at the start is not in the table
+    _compare_ranks(found, b.start, b.began_at)
     is_same_so_far = True
     for step in sorted(a.whole & b.whole):
         mine, theirs = _Step(a.steps[step]), _Step(b.steps[step])
-        one = _Stepwise(found, step, mine, theirs, bits=bits, same=is_same_so_far)
+        one = _StepComparison(found, step, mine, theirs, bits=bits, same=is_same_so_far)
         one.compare_data(joint)
         one.compare_leaves(joint)
         one.compare_sums(joint)
         kept: tuple[str, ...] = STATE
         if not bits:
             kept = STATE[:3] if is_same_so_far and not joint else ("scaler",)
-        _look_apart(found, b.steps[step], step)
+        _compare_ranks(found, b.steps[step], step)
         _compare_states(found, a.steps[step], b.steps[step], step, kept, is_joint=joint)
         same = mine.first["state"]["parameters"] == theirs.first["state"]["parameters"]
         is_same_so_far = is_same_so_far and same
@@ -196,16 +196,16 @@ def compare(a: Life, b: Life, *, bits: bool = True) -> Comparison:
 
 
 def order_of(difference: Difference) -> tuple[int, bool, int]:
-    """Return the place of a difference in the order of causes."""
+    """Return the position of a difference in the order of causes."""
     stages = (*HINTS, *STAGES)
     return difference.step, not difference.at_start, stages.index(difference.stage)
 
 
-def _compare_plans(found: Comparison, a: Life, b: Life, joint: bool) -> None:
-    """Compare the batches that the runs asked for, and what their data sets hold."""
+def _compare_plans(found: Comparison, a: Attempt, b: Attempt, joint: bool) -> None:
+    """Compare the batch plans of the runs, and what their data sets hold."""
     sizes = ("global_batch",) if joint else ("batch_size", "global_batch")
     for stage, names in (("batch", sizes), ("ids", ("num_samples",))):
-        before, after = ([int(life.plan[name]) for name in names] for life in (a, b))
+        before, after = ([int(attempt.plan[name]) for name in names] for attempt in (a, b))
         if before != after:
             found.add(Difference(stage, b.began_at, names, None, before, after, at_start=True))
     mine, theirs = a.start[0]["data"], b.start[0]["data"]
@@ -224,7 +224,7 @@ class _Step:
 
 
 @dataclass
-class _Stepwise:
+class _StepComparison:
     """The comparison of one step."""
 
     found: Comparison
@@ -236,7 +236,7 @@ class _Stepwise:
     """Whether the weights are the same bits so far."""
 
     def compare_data(self, joint: bool) -> None:
-        """Compare which samples came, and whether they looked the same."""
+        """Compare which samples were read, and their contents."""
         if joint:
             for key, stage in (("ids", "ids"), ("content", "rows")):
                 mine, theirs = (
@@ -251,7 +251,7 @@ class _Stepwise:
             self._by_place(key)
 
     def compare_leaves(self, joint: bool) -> None:
-        """Compare what went into the model and what came out, by micro-batch."""
+        """Compare inputs and outputs of the model, by micro-batch."""
         if joint or not (self.same or self.bits):
             return
         for key in ("inputs", "outputs"):
@@ -260,8 +260,8 @@ class _Stepwise:
     def compare_sums(self, joint: bool) -> None:
         """Compare losses, gradient and rates.
 
-        With the same weights losses are the same bits, unless something else was trained before:
-        another network of the task, say. So they are measured, too.
+        Losses are measured even while the weights are the same bits: the task may have trained
+        another network before.
         """
         for place in sorted(self.a.leaves.keys() & self.b.leaves.keys()) if not joint else ():
             leaf = self.a.leaves[place]
@@ -318,7 +318,7 @@ class _Stepwise:
 def relative(a: list[float], b: list[float]) -> float:
     """Return the largest difference of two lists of numbers, relative to the larger number.
 
-    From what is no number to one that is, it is infinite: rounding explains none of it.
+    It is infinite between a non-finite number and a finite one, which rounding cannot explain.
 
     >>> relative([1.0, 4.0], [1.0, 2.0])
     0.5
@@ -340,9 +340,11 @@ def _compare_states(
     at_start: bool = False,
     is_joint: bool = False,
 ) -> None:
-    """Compare what the first ranks carry on; generators follow the last leaf, on the last rank."""
-    # All generators are seeded for every micro-batch, so a start says nothing of them, nor do
-    # micro-batches that are cut in another way.
+    """Compare the state of the first ranks; of generators, that of the last ranks.
+
+    All generators are seeded for every micro-batch, the last of which is on the last rank. So they
+    cannot be compared at the start, nor where micro-batches differ.
+    """
     compares_generators = not (at_start or is_joint)
     for stage in (*kept, *HINTS_OF_STATE):
         ranks = (max(a), max(b)) if stage == "random" else (0, 0)
@@ -359,9 +361,9 @@ def _compare_states(
 
 
 def distance(a: Path, b: Path, began_at: int, step: int) -> tuple[float, str]:
-    """Return how far the weights of two runs ended apart, relative to how far they had come.
+    """Return the distance of two runs' final weights, relative to how far training moved them.
 
-    And the name of the one that is farthest, for its own way.
+    And the name of the parameter whose own relative distance is largest.
     """
     import torch
 
@@ -376,8 +378,8 @@ def distance(a: Path, b: Path, began_at: int, step: int) -> tuple[float, str]:
     return (math.sqrt(gap / way) if way else math.inf if gap else 0.0), farthest
 
 
-def _look_apart(found: Comparison, ranks: Mapping[int, Record], step: int) -> None:
-    """See whether every rank has the weights of the first."""
+def _compare_ranks(found: Comparison, ranks: Mapping[int, Record], step: int) -> None:
+    """Add a difference if a rank has other weights than the first."""
     first = ranks[0]["state"]["parameters"]
     found.counts["apart"] += len(ranks) - 1
     for rank, record in sorted(ranks.items()):

@@ -1,20 +1,19 @@
-"""The same samples in one micro-batch and in three: does the loss depend on how they are cut?
+"""The loss of the same samples in one micro-batch and in three: does it depend on the cut?
 
-Owns: computing both in the process that trains, once its last step is done. Does not own: what a
-difference is called (`verdict.py`).
+Owns: computing both in the process that trains, after its last step. Does not own: the name of a
+difference (`verdict.py`).
 
-Every number of ranks takes the same micro-batches, so runs alone cannot show a loss that is a mean
-over units (tokens, pixels) of which samples have different numbers: it is the same mean everywhere,
-and not that of the global batch.
+Every number of ranks takes the same micro-batches. So parity alone cannot find a loss that is a
+mean over units (tokens, pixels) where samples have different numbers of them: it is the same mean
+on every number of ranks, but not the mean over the global batch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.feed import to_device
@@ -22,31 +21,32 @@ from lockstep.data.order import Leaf
 from lockstep.data.reader import is_stream
 from lockstep.dist.ddp import unwrap
 from lockstep.randomness import derive_seed, set_all, untouched
+from lockstep.run.evaluation import evaluating
 from lockstep.run.run import Run
 from lockstep.step.partial import as_partial
 from lockstep.task import Context
 
 MOST_GROUPS = 4
-"""Groups of samples that are looked at in a step."""
+"""How many groups of samples are compared."""
 TOLERANCE = 1e-4
-"""How far apart two losses may be, in parts of the larger: a matrix product of another shape may
-add up in another order."""
+"""Largest relative difference of two equal losses: a matrix product of another shape may sum in
+another order."""
 SIMILAR = 0.01
-"""Losses that are no farther apart than this say nothing of how many units they are means over."""
+"""Losses that differ relatively by less do not show how many units they are means over."""
 UNITS = "units"
-"""The loss is a mean over units of which samples have different numbers."""
+"""The loss is a mean over units, and samples have different numbers of them."""
 COUPLED = "coupled"
 """The loss of a sample depends on the others in its micro-batch."""
 UNCLEAR = "unclear"
-"""The losses of these samples are too similar to tell."""
+"""The losses of these samples are too similar to say why."""
 
 Blocks = tuple[int, ...]
-"""Which of the three blocks of a group are in a micro-batch."""
+"""The blocks of a group (0, 1, 2) that form a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What came of it."""
+    """The result."""
 
     why_not: str = ""
     """Why it was not compared, if it was not."""
@@ -54,13 +54,15 @@ class Cut:
     spread: float = 0.0
     """The largest relative difference."""
     reason: str = ""
-    """Why the loss depends on the cut, if it does."""
+    """UNITS, COUPLED or UNCLEAR; empty if the loss does not depend on the cut."""
     ids: tuple[int, ...] = ()
-    """The samples that showed it."""
+    """The samples whose loss differs most."""
     whole: float = 0.0
+    """Their loss in one micro-batch."""
     parts: float = 0.0
+    """Their loss in three micro-batches."""
     ratio: float = 0.0
-    """How many times as many units one of the three micro-batches has as another."""
+    """Largest ratio of the numbers of units in two of the three micro-batches."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -70,8 +72,8 @@ class Cut:
 def measure_cut(run: Run, batch: StepBatch) -> Cut:
     """Compute the loss of some samples of a step, as one micro-batch and as three.
 
-    The model is in evaluation mode meanwhile, so that neither dropout nor batch normalisation
-    matter. Changes nothing that is compared if called after the last step; for one rank.
+    For one rank, after the last step: then this changes nothing that is traced. The model is in
+    evaluation mode meanwhile, because dropout and batch normalisation depend on micro-batches.
     """
     if run.task.gathers:
         return Cut("its loss compares samples")
@@ -84,7 +86,7 @@ def measure_cut(run: Run, batch: StepBatch) -> Cut:
     starts = range(0, len(ids) - 3 * size + 1, 3 * size)[:MOST_GROUPS]
     found = []
     try:
-        with _evaluating(unwrap(run.model)), untouched():
+        with evaluating(unwrap(run.model)), torch.enable_grad(), untouched():
             for start in starts:
                 group = _Group(run, batch, ids[start : start + 3 * size], size)
                 if group.draws():
@@ -92,7 +94,7 @@ def measure_cut(run: Run, batch: StepBatch) -> Cut:
                 found.append(group.compare())
     except Exception as error:  # whatever a user's loss may raise on fewer samples
         return Cut(f"the loss of fewer samples fails: {type(error).__name__}: {error}")
-    # Samples that are compared with each other may look like a mean over units once, by accident.
+    # A loss that compares samples may look like a mean over units in one group, by accident.
     for reason in (COUPLED, UNITS, UNCLEAR, ""):
         if of_it := [one for one in found if one.reason == reason]:
             worst = max(of_it, key=lambda one: one.spread)
@@ -100,19 +102,8 @@ def measure_cut(run: Run, batch: StepBatch) -> Cut:
     raise AssertionError("a step with three samples has a group")
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
-
-
 class _Group:
-    """A few samples, to be computed in different micro-batches."""
+    """A few samples, to be computed in different micro-batches: three blocks of `size`."""
 
     def __init__(self, run: Run, batch: StepBatch, ids: Sequence[int], size: int) -> None:
         self.run = run
@@ -124,17 +115,18 @@ class _Group:
             set_all(derive_seed(run.config.seed, "cut", sample))
             self.samples.append(run.loader.dataset[sample])
         data = self._collated((0, 1, 2), seed=0)
-        self.totals: Mapping[str, Tensor] = {
+        self.totals: Mapping[str, Tensor] = {}
+        self.totals = {
             name: torch.as_tensor(num, device=run.world.device)
             for name, num in run.task.weights(data, self._context()).items()
         }
 
     def draws(self) -> bool:
-        """Say whether the loss is another one with other random numbers."""
+        """Return whether the loss depends on random numbers."""
         return self.sums((0, 1, 2), seed=1) != self.sums((0, 1, 2), seed=2)
 
     def compare(self) -> Cut:
-        """Return the loss of the whole and of the three blocks."""
+        """Compare the loss in one micro-batch with the loss in three."""
         whole = self.mean((0, 1, 2))
         blocks = [self.sums((block,)) for block in range(3)]
         total, weight = (sum(numbers) for numbers in zip(*blocks, strict=True))
@@ -149,11 +141,14 @@ class _Group:
         return Cut("", 0, spread, reason, self.ids, whole, parts, ratio or 0.0)
 
     def _ratio_of_units(self, means: list[float], whole: float, scale: float) -> float | None:
-        """Return how many times as many units one block has as another.
+        """Return the largest ratio of the numbers of units in two blocks.
 
-        If losses are means over units, the mean of two blocks together says how many more of them
-        one has. Three pairs must agree, and foretell the mean of all three; samples that are
-        compared with each other do not obey: 0. None if the means are too similar to tell.
+        If the loss is a mean over units, the mean of two blocks in one micro-batch gives the ratio
+        of their units. Three pairs must agree with each other and predict the mean of all three.
+        They do not if the loss compares samples; then this returns 0.
+
+        Returns:
+            None if the means are too similar.
         """
         pairs = ((0, 1), (1, 2), (0, 2))
         closest = min(abs(means[second] - means[first]) for first, second in pairs)
@@ -170,8 +165,8 @@ class _Group:
         if min(found) <= 0 or abs(one * other / direct - 1) > rounding:
             return 0.0
         units = [1.0, one, direct]
-        foretold = sum(n * mean for n, mean in zip(units, means, strict=True)) / sum(units)
-        if abs(foretold - whole) > rounding * scale:
+        predicted = sum(n * mean for n, mean in zip(units, means, strict=True)) / sum(units)
+        if abs(predicted - whole) > rounding * scale:
             return 0.0
         return max(units) / min(units)
 
@@ -206,13 +201,12 @@ class _Group:
         return to_device(collated, self.run.world.device)
 
     def _context(self, place: int = 0) -> Context:
-        run = self.run
-        weights = getattr(self, "totals", {})
+        config = self.run.config
         return Context(
-            run.world,
-            run.config.seed,
+            self.run.world,
+            config.seed,
             self.batch.step,
             place,
-            weights=weights,
-            exact=run.config.exact,
+            weights=self.totals,
+            exact=config.exact,
         )

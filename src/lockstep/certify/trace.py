@@ -1,16 +1,15 @@
-"""What a step leaves behind, as hashes: one line of JSON per rank and step.
+"""The trace of a run: hashes of what each step computed, one line of JSON per rank and step.
 
-Owns: what is written down of a batch, of the model's inputs and outputs, of the loss and of
-all that a run carries from step to step. Does not own: when it is written, or what it means
-that two traces differ.
+Owns: what is recorded of a batch, of the model's inputs and outputs, of the loss, and of everything
+that a run carries from step to step. Does not own: when it is recorded (`callback.py`), or what a
+difference between two traces means (`verdict.py`).
 
-Bits count: numbers are written with `float.hex`, tensors as a hash of dtype, shape and bytes.
+Every bit counts: numbers are written with `float.hex`, tensors as a hash of dtype, shape and bytes.
 """
 
 import hashlib
 import json
 import random
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -21,54 +20,68 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.certify.cut import Cut
-from lockstep.data.batch import MicroBatch, StepBatch
+from lockstep.data.batch import StepBatch
 from lockstep.data.fingerprint import take_print
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.fsdp import gathered
+from lockstep.nested import tensors_in
 from lockstep.run.run import Run
 from lockstep.step.report import StepReport
 from lockstep.torch_compat.private import BATCH_NORMS, is_compiled
 
 Hashes = dict[str, str]
 GENERATOR = "generator "
-"""Marks the hash of an attribute that draws random numbers."""
-MOST_ITEMS, MOST_NUMBERS = 1000, 10_000_000
-"""Of an attribute that is a list or a dict, or a tensor: what is larger is data, not state."""
+"""Prefix of the hash of an attribute that is a random number generator."""
+MOST_ITEMS = 1000
+"""A list or dict attribute with more items is taken for data, and not recorded."""
+MOST_NUMBERS = 10_000_000
+"""The same for the elements of a tensor or an array."""
+PLAN = ("num_samples", "batch_size", "global_batch", "leaves_per_step", "steps_per_epoch")
+"""What is recorded of the batch plan."""
 
 
 class Tracer:
-    """Writes down the steps of one rank, in one life of the run."""
+    """Writes the trace of one rank.
 
-    def __init__(self, run: Run, folder: Path, steps: int, is_joint: bool) -> None:
+    Args:
+        run: Restored, and before its first step.
+        folder: Gets `rank_N.jsonl`; a run that resumes appends to it.
+        steps: The last step, after which the weights are saved, too.
+        combines_ranks: Whether samples of several ranks are combined before the gradient is.
+    """
+
+    def __init__(self, run: Run, folder: Path, steps: int, combines_ranks: bool) -> None:
         self.run = run
         self.folder = folder
         self.steps = steps
-        self.is_joint = is_joint
+        self.combines_ranks = combines_ranks
         self.inputs: list[str] = []
+        """Hashes of what the model was called with in this step."""
         self.outputs: list[str] = []
         self.contents: list[Any] = []
+        """Hashes of the micro-batches of this step, or of their samples."""
         self.gradients: Hashes = {}
         folder.mkdir(parents=True, exist_ok=True)
         self.model = unwrap(run.model)
-        if not is_compiled(self.model):  # hashing inside a graph would break it up
-            self.model.register_forward_pre_hook(self._take_inputs, with_kwargs=True)
-            self.model.register_forward_hook(self._take_outputs)
-        run.optimizer.register_step_pre_hook(self._take_gradients)
+        if not is_compiled(self.model):  # hashing would break up the graph
+            self.model.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
+            self.model.register_forward_hook(self._record_outputs)
+        run.optimizer.register_step_pre_hook(self._record_gradients)
 
-    def begin(self) -> None:
-        """Write down what the run starts from."""
+    def write_start(self) -> None:
+        """Write what the run starts from. Collective."""
         run = self.run
-        plan: dict[str, Any] = {"joint": self.is_joint, "reduced": run.autocast is not None}
-        plan["rounded"] = run.config.gradients.dtype is not None
-        names = ("num_samples", "batch_size", "global_batch", "leaves_per_step", "steps_per_epoch")
-        for name in names:
-            plan[name] = getattr(run.contract.plan, name)
-        said = {"event": "start", "step": run.progress.step, "plan": plan, "data": self._data()}
-        self._write(said)
-        self._keep_values(run.progress.step)
+        plan = {
+            "joint": self.combines_ranks,
+            "reduced": run.autocast is not None,
+            "rounded": run.config.gradients.dtype is not None,
+            **{name: getattr(run.contract.plan, name) for name in PLAN},
+        }
+        self._write("start", {"plan": plan, "data": self._data()})
+        self._save_weights()
 
     def _data(self) -> dict[str, Any]:
-        """Return what the data set holds, on the first rank, and whether reading it repeats."""
+        """Return a hash of the data set, on the first rank, and whether reading it twice agrees."""
         run = self.run
         if not run.world.is_first:
             return {}
@@ -77,41 +90,43 @@ class Tracer:
         return {"holds": hash_of(held), "repeats": bool(held) and held == again}
 
     def write_cut(self, cut: Cut) -> None:
-        """Write down what came of cutting micro-batches in another way."""
-        self._write({"event": "cut", "step": self.run.progress.step, "cut": cut.to_json()})
+        """Write what came of computing samples in other micro-batches."""
+        self._write("cut", {"cut": cut.to_json()})
 
     def receive(self, batch: StepBatch) -> None:
-        """Look at a batch before the step can change it."""
-        self.inputs, self.outputs, self.gradients = [], [], {}
+        """Hash a batch before the step can change it."""
+        self.inputs = []
+        self.outputs = []
+        self.gradients = {}
         self.contents = [
-            hash_rows(micro.data, len(micro.ids)) if self.is_joint else hash_of(micro.data)
+            hashes_of_samples(micro.data, len(micro.ids))
+            if self.combines_ranks
+            else hash_of(micro.data)
             for micro in batch.micro_batches
         ]
 
-    def step(self, report: StepReport, batch: StepBatch) -> None:
-        """Write down a step that was taken."""
-        run, pairs = self.run, {"": (report.loss_sum, report.weight), **report.parts}
-        said = {
-            "event": "step",
-            "step": run.progress.step,
-            "leaves": list(self._leaves(report, batch.micro_batches)),
+    def write_step(self, report: StepReport, batch: StepBatch) -> None:
+        """Write down a step. Collective after the last one."""
+        run = self.run
+        pairs = {"": (report.loss_sum, report.weight), **report.parts}
+        record = {
+            "leaves": list(self._leaves(report, batch)),
             "loss": {name: [float(n).hex() for n in pair] for name, pair in pairs.items()},
             "grad_norm": float(report.grad_norm).hex(),
             "gradients": self.gradients,
             "rates": [float(group["lr"]).hex() for group in run.optimizer.param_groups],
         }
-        self._write(said)
-        if run.progress.step == self.steps:
-            self._keep_values(run.progress.step)
+        self._write("step", record)
+        if run.step == self.steps:
+            self._save_weights()
 
-    def _leaves(
-        self, report: StepReport, micro_batches: list[MicroBatch]
-    ) -> Iterator[dict[str, Any]]:
-        """Return what is known of each micro-batch that counts."""
+    def _leaves(self, report: StepReport, batch: StepBatch) -> Iterator[dict[str, Any]]:
+        """Yield what is recorded of each micro-batch that counts."""
         rows = [row.tolist() for row in report.local_rows]
-        inputs = _shared_out(self.inputs, len(micro_batches))
-        outputs = _shared_out(self.outputs, len(micro_batches))
-        for index, micro in enumerate(micro_batches):
+        num = len(batch.micro_batches)
+        inputs = by_micro_batch(self.inputs, num)
+        outputs = by_micro_batch(self.outputs, num)
+        for index, micro in enumerate(batch.micro_batches):
             if micro.counts:
                 yield {
                     "place": micro.leaf.place,
@@ -122,55 +137,50 @@ class Tracer:
                     "loss": [n.hex() for n in rows[index]],
                 }
 
-    def _write(self, said: dict[str, Any]) -> None:
+    def _write(self, event: str, values: Mapping[str, Any]) -> None:
         world = self.run.world
-        said |= {"rank": world.rank, "size": world.size, "state": state_of(self.run)}
+        own = {"rank": world.rank, "size": world.size, "state": state_of(self.run)}
+        record = {"event": event, "step": self.run.step, **values, **own}
         with (self.folder / f"rank_{world.rank}.jsonl").open("a") as file:
-            file.write(json.dumps(said) + "\n")
+            file.write(json.dumps(record) + "\n")
 
-    def _keep_values(self, step: int) -> None:
-        """Keep the weights themselves, for what is equal only to rounding. Collective."""
+    def _save_weights(self) -> None:
+        """Save the weights, which `distance` compares where they are equal only to rounding.
+
+        Collective.
+        """
         named = [*self.model.named_parameters(), *_statistics(self.model).items()]
-        kept = {name: gathered(value).detach().cpu() for name, value in named}
+        weights = {name: gathered(value).detach().cpu() for name, value in named}
         if self.run.world.is_first:
-            torch.save(kept, self.folder / f"values_{step}.pt")
+            torch.save(weights, self.folder / f"values_{self.run.step}.pt")
 
-    def _take_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _record_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             self.inputs.append(hash_of((args, kwargs)))
 
-    def _take_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _record_outputs(self, model: nn.Module, args: Any, result: Any) -> None:
+        if torch.is_grad_enabled():
+            self.outputs.append(hash_of(result))
+
+    def _record_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.gradients:  # an optimizer whose step calls that of its parent is hooked twice
             return
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         self.gradients = _hashes(grads)
 
-    def _take_outputs(self, model: nn.Module, args: Any, result: Any) -> None:
-        if torch.is_grad_enabled():
-            self.outputs.append(hash_of(result))
-
 
 def state_of(run: Run) -> dict[str, Hashes]:
-    """Return the hashes of all that a run carries from one step to the next."""
-    model, statistics = unwrap(run.model), _statistics(unwrap(run.model))
-    names = {id(p): name for name, p in model.named_parameters()}
-    saved = set(model.state_dict())
+    """Return hashes of everything that a run carries from one step to the next, by kind."""
+    model = unwrap(run.model)
+    statistics = _statistics(model)
+    saved = model.state_dict().keys()
     buffers = {name: b for name, b in model.named_buffers() if name not in statistics}
-    groups = run.optimizer.param_groups
-    optimizer = {
-        f"{names.get(id(p), 'a tensor')}.{key}": hash_of(value)
-        for p, state in run.optimizer.state.items()
-        for key, value in state.items()
-    }
-    for number, group in enumerate(groups):
-        settings = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
-        optimizer[f"settings of group {number}"] = hash_of(settings)
     return {
         "parameters": _hashes(dict(model.named_parameters())),
         "statistics": _hashes(statistics),
         "buffers": _hashes({name: b for name, b in buffers.items() if name in saved}),
         "volatile": _hashes({name: b for name, b in buffers.items() if name not in saved}),
-        "optimizer": optimizer,
+        "optimizer": _optimizer_state(run),
         "averages": {
             f"{name} at {decay}": hash_of(value)
             for decay in run.config.averages
@@ -190,30 +200,18 @@ def hash_of(tree: Any) -> str:
     True
     """
     digest = hashlib.blake2b(digest_size=8)
-    _feed(digest, tree)
+    _update(digest, tree)
     return digest.hexdigest()
 
 
-def hash_rows(tree: Any, num: int) -> list[str]:
-    """Return a hash per sample of a batch whose tensors and lists hold one row for each."""
-    rows: dict[int, list[Any]] = defaultdict(list)
-
-    def visit(node: Any) -> None:
-        if isinstance(node, Mapping):
-            for value in node.values():
-                visit(value)
-        elif isinstance(node, Tensor) and node.ndim and len(node) == num:
-            for index, row in enumerate(node):
-                rows[index].append(row)
-        elif isinstance(node, list | tuple):
-            for value in node:
-                visit(value)
-
-    visit(tree)
-    return [hash_of(rows[index]) for index in range(num)]
+def hashes_of_samples(data: Any, num: int) -> list[str]:
+    """Return a hash per sample of a micro-batch: of its row of each tensor that has `num` rows."""
+    tensors = [tensor for tensor in tensors_in(data) if tensor.ndim and len(tensor) == num]
+    return [hash_of([tensor[index] for tensor in tensors]) for index in range(num)]
 
 
-def _feed(digest: Any, node: Any) -> None:
+def _update(digest: Any, node: Any) -> None:
+    """Add a node and everything below it to a digest; of an unknown object, only its type."""
     if isinstance(node, Tensor):
         flat = gathered(node).detach().cpu().contiguous().reshape(-1)
         digest.update(f"{node.dtype}{tuple(node.shape)}".encode())
@@ -223,19 +221,19 @@ def _feed(digest: Any, node: Any) -> None:
     elif isinstance(node, Mapping):
         for key, value in node.items():
             digest.update(f"{key}:".encode())
-            _feed(digest, value)
+            _update(digest, value)
     elif isinstance(node, list | tuple):
         digest.update(f"{len(node)}[".encode())
         for value in node:
-            _feed(digest, value)
+            _update(digest, value)
     elif node is None or isinstance(node, bool | int | float | str | bytes | np.generic):
         digest.update(f"{type(node).__name__}{node!r};".encode())
     elif isinstance(node, set | frozenset):
-        _feed(digest, sorted(hash_of(value) for value in node))
+        _update(digest, sorted(hash_of(value) for value in node))
     elif hasattr(node, "__dict__"):
-        _feed(digest, vars(node))
+        _update(digest, vars(node))
     elif is_dataclass(node):  # with slots
-        _feed(digest, {field.name: getattr(node, field.name) for field in fields(node)})
+        _update(digest, {field.name: getattr(node, field.name) for field in fields(node)})
     else:
         digest.update(type(node).__name__.encode())
 
@@ -244,8 +242,11 @@ def _hashes(values: Mapping[str, Any]) -> Hashes:
     return {name: hash_of(value) for name, value in values.items()}
 
 
-def _shared_out(calls: list[str], num: int) -> list[str]:
-    """Return the hashes of the model's calls by micro-batch, if each made as many."""
+def by_micro_batch(calls: list[str], num: int) -> list[str]:
+    """Assign the hashes of the model's calls to `num` micro-batches.
+
+    If they cannot have made equally many, which call belongs to which is unknown: "".
+    """
     each, rest = divmod(len(calls), num)
     if rest or not each:
         return [""] * num
@@ -262,6 +263,20 @@ def _statistics(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def _optimizer_state(run: Run) -> Hashes:
+    """Return hashes of the optimizer's state and of its settings, but for the rates."""
+    names = {id(p): name for name, p in unwrap(run.model).named_parameters()}
+    found = {
+        f"{names.get(id(p), 'a tensor')}.{key}": hash_of(value)
+        for p, state in run.optimizer.state.items()
+        for key, value in state.items()
+    }
+    for number, group in enumerate(run.optimizer.param_groups):
+        settings = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+        found[f"settings of group {number}"] = hash_of(settings)
+    return found
+
+
 def _random_states(run: Run) -> Hashes:
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -274,12 +289,12 @@ def _random_states(run: Run) -> Hashes:
 
 
 def _attributes(run: Run) -> Hashes:
-    """Return what the task and the modules keep as plain attributes: nothing saves those."""
+    """Return hashes of plain attributes of the task and of modules, which no checkpoint holds."""
     owners: list[tuple[str, object]] = [("task", run.task)]
     owners += [(f"model.{n}" if n else "model", m) for n, m in unwrap(run.model).named_modules()]
     own = vars(nn.Module())
     return {
-        f"{owner}.{name}": _kind(value) + hash_of(state)
+        f"{owner}.{name}": (GENERATOR if _is_generator(value) else "") + hash_of(state)
         for owner, thing in owners
         for name, value in vars(thing).items()
         if name not in own and (state := _plain_state(value)) is not None
@@ -287,8 +302,8 @@ def _attributes(run: Run) -> Hashes:
 
 
 def _task_state(run: Run) -> Hashes:
-    """Return what the task saves, and the weights of further networks that it holds."""
-    found = {f"state.{name}": hash_of(value) for name, value in _leaves_of(run.task.state())}
+    """Return hashes of what the task saves, and of the weights of other networks it holds."""
+    found = {name: hash_of(value) for name, value in _named_values(run.task.state(), "state")}
     own = {id(tensor) for tensor in unwrap(run.model).state_dict(keep_vars=True).values()}
     for attribute, module in vars(run.task).items():
         if isinstance(module, nn.Module):
@@ -298,25 +313,22 @@ def _task_state(run: Run) -> Hashes:
     return found
 
 
-def _leaves_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is in nested mappings and lists, by dotted names."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _leaves_of(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(tree, list | tuple):
-        for number, value in enumerate(tree):
-            yield from _leaves_of(value, f"{name}.{number}" if name else str(number))
-    else:
+def _named_values(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested mappings, with dotted names."""
+    if not isinstance(tree, Mapping):
         yield name, tree
+        return
+    for key, value in tree.items():
+        yield from _named_values(value, f"{name}.{key}")
 
 
-def _kind(value: Any) -> str:
+def _is_generator(value: Any) -> bool:
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    return GENERATOR if isinstance(value, kinds) else ""
+    return isinstance(value, kinds)
 
 
 def _plain_state(value: Any) -> Any:
-    """Return the part of an attribute that may move with the steps, or None."""
+    """Return the part of an attribute that steps may change, or None if it is none of these."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.Generator):

@@ -1,13 +1,14 @@
-"""What a difference is called, and what to try: the first cause, in words.
+"""The verdict: the name of the first difference, one sentence about it, and what to try.
 
-Owns: from the differences of a comparison to one name and one sentence. Does not own: finding
-the differences.
+Owns: choosing the name, given the differences of a comparison. Does not own: finding them.
 
-A difference is named by the first thing that came out differently although all that went into
-it was the same. Where that could have several reasons, what nothing saves (the global random
-generators, buffers outside `state_dict`, attributes of the task and of modules) is looked at.
+The name is that of the first result that differs although everything it was computed from is the
+same. Where this could have several reasons, the hints decide: differences in state that no
+checkpoint holds (the global random generators, buffers outside `state_dict`, attributes of the task
+and of modules).
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -36,39 +37,40 @@ NAMES = {
     "averages": "averages",
 }
 COMPUTED = ("inputs", "outputs", "loss", "sums", "grad_norm", "optimizer", "parameters")
-"""What follows from something else: then the hints are asked."""
+"""Stages that hidden state may change: the hints decide about them."""
 KERNELS = "kernels"
 ROUNDING = 1e-5
-"""A sum that is no farther off may have been added up in another order, and no more."""
+"""A sum that differs relatively by less may only have been added in another order."""
 TASK_STATE = "task state"
 INITIALISATION = "initialisation"
 TRY = {
     "batch size": "pass the same batch_size for every number of ranks (it is per GPU); to keep the "
-    "samples of a step, pass global_batch_size",
+    "number of samples in a step, pass global_batch_size",
     "data": "make the order a function of (seed, epoch, position), as lockstep's own orders are",
     "augmentation": "draw random numbers in __getitem__ from torch, NumPy or random, which are "
     "seeded by (seed, epoch, sample) before each read; do not use the clock, the rank or a "
     "generator of your own there",
-    INITIALISATION: "seed what the script draws while it builds data or model, for example with "
-    "np.random.default_rng(0): lockstep seeds the global generators before train_data, eval_data "
-    "and build_model, not what the script draws before them or from generators of its own",
+    INITIALISATION: "seed the random numbers that the script draws while it builds data or model, "
+    "for example with np.random.default_rng(0): lockstep seeds the global generators before "
+    "train_data, eval_data and build_model, but not earlier, and no other generators",
     "RNG": "draw random numbers for the loss from context.generator(NAME); inside the model use "
     "torch's own functions, which are seeded for every micro-batch",
     TASK_STATE: "return it from Task.state() and restore it in Task.load_state(), or compute it "
-    "from context.step and context.place, which resumes and ranks do not change",
+    "from context.step and context.place, which do not depend on resumes and ranks",
     "loss weighting": "return PartialLoss(sum, weight): the sum over units and the number of "
     "units; do not divide by the number of ranks or by anything counted on one rank",
     "BatchNorm": "set sync_batch_norm=true for several ranks; keep running statistics in "
     "state_dict()",
-    "buffers": "call register_buffer(..., persistent=True) for whatever forward() changes",
+    "buffers": "call register_buffer(..., persistent=True) for everything that forward() changes",
     "gradient reduction": "remove detach() around a gather, and keep every trained part inside the "
     "model",
     "learning rate": "make the rate a function of the step, and leave its scaling with the number "
     "of ranks to lr_scaling",
-    "ranks apart": "let only the optimizer change weights, and decide on all ranks together what "
-    "one rank decides alone now",
+    "ranks apart": "let only the optimizer change weights, and make decisions on all ranks "
+    "together",
     "scaler": "use the run's own scaler (run.scaler), which is saved and restored",
-    "optimizer": "keep all that moves the weights in the optimizer's state, or in Task.state()",
+    "optimizer": "keep everything that changes the weights in the optimizer's state, or in "
+    "Task.state()",
     "averages": "let lockstep keep the averages (averages=[0.999]): it saves them",
     "weights": "make load_state_dict restore what state_dict returned",
     KERNELS: "call torch.use_deterministic_algorithms(True), and draw random numbers only from "
@@ -93,7 +95,7 @@ class Finding:
 
 
 def find_cause(compared: Comparison, context: Context) -> Finding | None:
-    """Return the first cause, or None if nothing differs that may not."""
+    """Return the first cause, or None if no difference counts."""
     if not compared.hard:
         return None
     first = compared.hard[0]
@@ -104,7 +106,7 @@ def find_cause(compared: Comparison, context: Context) -> Finding | None:
 
 
 def name_cut(cut: Cut, steps: int) -> Finding:
-    """Name a loss that is a mean over units of which samples have different numbers."""
+    """Name a loss that is a mean over units where samples have different numbers of them."""
     says = (
         f"step {steps}: samples {_some(cut.ids)} have a loss of {cut.whole:.6g} in one micro-batch "
         f"and of {cut.parts:.6g} in three: the loss is a mean over units that differ between "
@@ -115,11 +117,11 @@ def name_cut(cut: Cut, steps: int) -> Finding:
 
 
 def _cause(first: Difference, hints: list[Difference], context: Context) -> tuple[str, str]:
-    """Name a difference, and say what hints at it."""
+    """Return the name of a difference, and what the hints add to the sentence."""
     name = NAMES[first.stage]
     if first.at_start:
         if first.step == 0 and first.stage not in ("batch", "ids"):
-            return INITIALISATION, ", though nothing was restored"
+            return INITIALISATION, ", although nothing was restored"
         return ("weights" if first.stage == "parameters" else name), ""
     if first.stage == "content" and any(hint.stage == "built" for hint in hints):
         return INITIALISATION, "; the data set itself differs at every start, not how it is read"
@@ -129,39 +131,40 @@ def _cause(first: Difference, hints: list[Difference], context: Context) -> tupl
         return "optimizer", "; losses, gradients and rates were the same until then"
     if first.stage == "loss" and any(hint.stage == "rows" for hint in hints):
         return "augmentation", "; the same samples look different"
-    volatile = [name for hint in hints if hint.stage == "volatile" for name in hint.names]
+    volatile = _names_of(hint for hint in hints if hint.stage == "volatile")
     if volatile and first.stage != "inputs":
-        return "buffers", f"; {_list(volatile)} is not in state_dict(), and differs"
+        return "buffers", f"; {_differ(volatile)} and {_be(volatile)} not in state_dict()"
     if first.stage in ("inputs", "outputs", "loss"):
         return _cause_of_pass(first, hints, context)
     own, _ = _attributes(hints)
-    suspect = f"; {_list(own)} differs, and is not saved" if own else ""
-    return (KERNELS if context == "twice" else name), suspect
+    return (KERNELS if context == "twice" else name), _unsaved(own)
 
 
 def _cause_of_pass(first: Difference, hints: list[Difference], context: Context) -> tuple[str, str]:
-    """Name a difference in what went into the model, what it returned, or the loss of that."""
-    states = {name for hint in hints if hint.stage == "random" for name in hint.names}
+    """Do the same for a difference in the model's inputs or outputs, or in the loss."""
+    states = _names_of(hint for hint in hints if hint.stage == "random")
     if states:
-        return "RNG", f"; {_list(sorted(states))}'s global generator is elsewhere"
+        return "RNG", f"; the state of {_list(sorted(states))}'s global generator differs"
     own, generators = _attributes(hints)
     if generators:
-        return "RNG", f"; {_list(generators)} is elsewhere, and nothing saves it"
-    suspect = f"; {_list(own)} differs, and is not saved" if own else ""
+        return "RNG", f"; the state of {_list(generators)} differs, and is not saved"
+    suspect = _unsaved(own)
     if context == "twice":
-        built = [n for hint in hints if _is_initial(hint) for n in hint.names]
+        built = _names_of(filter(_is_initial, hints))
         if built:
-            return INITIALISATION, f"; {_list(built)} differs from the start"
+            return INITIALISATION, f"; {_differ(built)} from the start"
         return ("RNG" if first.stage == "inputs" else KERNELS), suspect
     modules = [name for name in own if name.startswith("model.")]
     if modules and first.stage == "outputs":
         return "buffers", suspect
-    lost = [n for hint in hints if hint.stage == "task" and hint.at_start for n in hint.names]
+    lost = _names_of(hint for hint in hints if hint.stage == "task" and hint.at_start)
     if lost and context == "resume":
-        return TASK_STATE, f"; {_list(lost)} of the task is not what it was"
+        return TASK_STATE, f"; {_list(lost)} of the task {_be(lost, past=True)} not restored"
     task = [name for name in own if name.startswith("task.")]
     if task:
-        return TASK_STATE, f"; {_list(task)} differs" + _unsaved(context)
+        if context == "resume":
+            return TASK_STATE, _unsaved(task)
+        return TASK_STATE, f"; {_differ(task)} with the number of ranks"
     if context == "resume":
         # Generators are as they were, and torch's is seeded for every micro-batch.
         if first.stage == "outputs":
@@ -172,24 +175,30 @@ def _cause_of_pass(first: Difference, hints: list[Difference], context: Context)
     return NAMES[first.stage], suspect
 
 
+def _names_of(hints: Iterable[Difference]) -> list[str]:
+    """Return the names of hints, each once."""
+    return list(dict.fromkeys(name for hint in hints for name in hint.names))
+
+
 def _is_initial(hint: Difference) -> bool:
     return hint.stage in ("attributes", "task") and hint.at_start and hint.step == 0
 
 
-def _unsaved(context: Context) -> str:
-    return ", and is not saved" if context == "resume" else " with the number of ranks"
+def _unsaved(names: list[str]) -> str:
+    return f"; {_differ(names)}, and {_be(names)} not saved" if names else ""
 
 
 def _is_weighting(first: Difference) -> bool:
-    """Say whether a loss differs by how it was weighed, rather than by what was computed.
+    """Return whether a loss differs by its weighting, and not by what the model computed.
 
-    It does where the model returned the same; unseen, where the weight itself differs.
+    That is so if the model's outputs are the same or, where they were not recorded, if the weight
+    itself differs.
     """
     return "batch" not in first.names or first.before[1:2] != first.after[1:2]
 
 
 def _attributes(hints: list[Difference]) -> tuple[list[str], list[str]]:
-    """Return the attributes that differ: plain ones, and those that draw random numbers."""
+    """Return the names of attributes that differ: plain ones, and random generators."""
     own: dict[str, None] = {}
     generators: dict[str, None] = {}
     for hint in hints:
@@ -208,7 +217,7 @@ def _where(first: Difference) -> str:
 
 
 def _what(first: Difference, context: Context) -> str:
-    """Say what differs, with the numbers."""
+    """Return what differs, with the numbers."""
     match first.stage:
         case "batch":
             return _about_batch(first)
@@ -219,34 +228,34 @@ def _what(first: Difference, context: Context) -> str:
         case "content":
             return f"samples {_some(first.names)} look different"
         case "inputs":
-            return "the same batch, and the model was given something else"
+            return "the same batch, but different inputs to the model"
         case "outputs":
-            return "the same inputs and weights, and the model returned something else"
+            return "the same inputs and weights, but different outputs of the model"
         case "loss" if not first.same_weights:
             old, new = first.before[0], first.after[0]
-            return f"weights that rounding does not explain: a loss of {new:.9g}, not {old:.9g}"
+            return f"the weights differ by more than rounding: a loss of {new:.9g}, not {old:.9g}"
         case "loss":
             return _about_loss(first)
         case "sums":
             what = f"{_some(first.after)} instead of {_some(first.before)}"
-            return f"the same losses of all micro-batches, and their sum is {what}{_only(first)}"
+            return f"the same losses of all micro-batches, but their sum is {what}{_only(first)}"
         case "grad_norm" if first.names:
             what = f"{_list(first.names)}{_only(first)}"
-            return f"the same losses, and another gradient of {what}"
+            return f"the same losses, but a different gradient of {what}"
         case "grad_norm":
             gap = f"{first.after[0]:.9g} instead of {first.before[0]:.9g}"
-            return f"the same losses, and a gradient of norm {gap}"
+            return f"the same losses, but a gradient of norm {gap}"
         case "rates":
             return f"learning rate {_some(first.after)} instead of {_some(first.before)}"
         case "apart":
-            return f"rank {first.after} has another {_list(first.names)} than rank 0"
+            return f"{_differ(first.names)} between ranks 0 and {first.after}"
     if first.at_start and first.step:
-        return f"{_list(first.names)} is not what it was"
+        return f"{_list(first.names)} {_be(first.names, past=True)} not restored"
     if first.at_start:
-        return f"{_list(first.names)} differs"
+        return _differ(first.names)
     if first.stage == "parameters":
-        return f"the same gradient, and another {_list(first.names)}"
-    return f"{_list(first.names)} differs, and all before it is the same"
+        return f"the same gradient, but {_differ(first.names)} after the update"
+    return f"{_differ(first.names)}, and everything before is the same"
 
 
 def _about_batch(first: Difference) -> str:
@@ -262,23 +271,33 @@ def _only(first: Difference) -> str:
 
 def _about_loss(first: Difference) -> str:
     if not first.before or not first.after or len(first.before) != len(first.after):
-        return "other parts of the loss"
+        return "different parts of the loss"
     if first.place is None:
         about = f"loss {first.names[0]!r}" if first.names else "the reduced loss"
         return f"{about} {_some(first.after)} instead of {_some(first.before)}"
     (old, old_weight), (new, new_weight) = first.before[:2], first.after[:2]
     same = f"the same {first.names[0]}"
     if old_weight != new_weight:
-        return f"{same}, and a weight of {new_weight:g} instead of {old_weight:g}"
+        return f"{same}, but a weight of {new_weight:g} instead of {old_weight:g}"
     if old == new:
-        return f"the same loss, and other parts: {_some(first.after)} for {_some(first.before)}"
+        return f"the same loss, but parts {_some(first.after)} instead of {_some(first.before)}"
     ratio = f" (x {new / old:.6g})" if old else ""
-    return f"{same}, and a loss of {new:.9g} instead of {old:.9g}{ratio}"
+    return f"{same}, but a loss of {new:.9g} instead of {old:.9g}{ratio}"
 
 
 def _some(values: Any, num: int = 4) -> str:
     shown = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in values or []]
     return ", ".join(shown[:num]) + (", ..." if len(shown) > num else "") or "none"
+
+
+def _differ(names: Sequence[str]) -> str:
+    """Return "a differs", or "a, b differ"."""
+    return f"{_list(names)} {'differs' if len(names) == 1 else 'differ'}"
+
+
+def _be(names: Sequence[str], past: bool = False) -> str:
+    singular, plural = ("was", "were") if past else ("is", "are")
+    return singular if len(names) == 1 else plural
 
 
 def _list(names: Any, num: int = 3) -> str:

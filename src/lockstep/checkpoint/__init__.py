@@ -1,7 +1,7 @@
-"""Saved runs: what they hold, how they reach the disk, how they are found again.
+"""Checkpoints: their contents, saving them, and finding them again.
 
-Owns: the names the rest of lockstep uses. Does not own: when to save, or what
-a run should do when nothing can be loaded.
+Owns: the names that the rest of lockstep uses. Does not own: when to save, or the reaction when no
+checkpoint can be loaded.
 """
 
 from lockstep.checkpoint.layout import Checkpoint as Checkpoint

@@ -1,16 +1,17 @@
-"""Which group of processes may save into a folder of checkpoints: a fencing token.
+"""A fencing token: the group of processes that may save into a folder of checkpoints.
 
-Owns: the numbered claims in the folder, who holds the newest, and which checkpoints that group
-found there. Does not own: the checkpoints, or the lock that keeps a second run on the same host
-away (`lock.py`); a claim holds where no lock reaches, on another host or after a lost lock.
+Owns: the numbered claims in the folder, the holder of the newest, and the checkpoints that it
+found. Does not own: the checkpoints, or the lock against a second run on the same host (`lock.py`).
+A claim also works on another host, or after a lock is lost.
 
     checkpoints/
       generation_00000002.json    the second group that trains here, and the steps it found
 
-Every group that takes the folder over creates the file of the next number exclusively, so no two
-groups have the same. A group may save as long as nobody has a higher number. That is looked up just
-before the rename that commits, and a process may be suspended between the look and the rename; so
-readers look too: a checkpoint of an earlier generation counts only if the newest one lists it.
+Every group that takes over the folder creates the file of the next number exclusively, so no two
+groups have the same number. A group may save as long as there is no higher number. It checks this
+just before the rename that commits. Since a process may be suspended between the check and the
+rename, readers check, too: a checkpoint of an earlier generation is valid only if the newest
+claim lists it.
 """
 
 import json
@@ -30,7 +31,7 @@ from lockstep.run_files import FOLDER_MODE, read_bytes, replacing
 
 _NAME: Final = re.compile(r"generation_(\d{8,18})\.json", re.ASCII)
 _ANY_NAME: Final = re.compile(r"\.?generation_(\d{8,18})\.json", re.ASCII)
-"""Claims, and what a group that was killed had begun to write."""
+"""Claims, and unfinished files of killed groups."""
 MAX_BYTES: Final = 2**20
 
 
@@ -40,19 +41,19 @@ class Generation:
 
     number: int
     steps: tuple[int, ...]
-    """The checkpoints that were there when the group took over, and that it may go back to."""
+    """The checkpoints that were valid when the group took over, up to its own start."""
     host: str
     pid: int
     since: str
 
 
 def file_name(number: int) -> str:
-    """Return the name of the file that holds a claim."""
+    """Return the file name of a claim."""
     return f"generation_{number:08d}.json"
 
 
 def is_claim(name: str) -> bool:
-    """Say whether a file of that name is a claim."""
+    """Return whether a file of that name is a claim."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -70,10 +71,10 @@ def claims(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> Generation | None:
-    """Return the newest group that has taken the folder over.
+    """Return the newest group that has taken over the folder.
 
-    A claim without content is that of a group that died, or is still, between claiming the number
-    and writing down what it found: it has saved nothing yet, and changes nothing for a reader.
+    A claim without content is ignored: its group has claimed the number, but not yet written the
+    steps that it found, so it has not saved anything.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -83,10 +84,10 @@ def newest(folder: Path) -> Generation | None:
 
 
 def claim(folder: Path, above: int, steps: Iterable[int]) -> Generation:
-    """Take a folder over, with a number that is higher than `above` and every other claim.
+    """Take over a folder, with a number that is higher than `above` and every other claim.
 
     Raises:
-        TakenOverError: another group has already taken it over from this one.
+        TakenOverError: another group has taken over the folder in the meantime.
         OSError: the claim cannot be written.
     """
     folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
@@ -99,7 +100,7 @@ def claim(folder: Path, above: int, steps: Iterable[int]) -> Generation:
             continue
         if max(claims(folder), default=0) == number:
             break
-        with suppress(FileNotFoundError):  # the number was another group's, and removed since
+        with suppress(FileNotFoundError):  # another group had the number, and removed the file
             os.unlink(folder / file_name(number))
     since = datetime.now(UTC).isoformat(timespec="seconds")
     own = Generation(number, tuple(sorted(steps)), socket.gethostname(), os.getpid(), since)
@@ -109,7 +110,7 @@ def claim(folder: Path, above: int, steps: Iterable[int]) -> Generation:
             file.flush()
             os.fsync(file.fileno())
     except FileNotFoundError:
-        raise_if_taken_over(folder, number)  # by a group that removes what earlier ones had begun
+        raise_if_taken_over(folder, number)  # a later group removes unfinished files
         raise
     flush_folder(folder)
     for name in os.listdir(folder):
@@ -121,10 +122,10 @@ def claim(folder: Path, above: int, steps: Iterable[int]) -> Generation:
 
 
 def raise_if_taken_over(folder: Path, own: int) -> None:
-    """Refuse to go on writing to a folder that another group has claimed since.
+    """Refuse to write to a folder that another group has claimed since.
 
     Raises:
-        TakenOverError: with who did, and when.
+        TakenOverError: names the other group, and when it did.
         OSError: the folder cannot be listed.
     """
     highest = max(claims(folder), default=0)
@@ -139,12 +140,12 @@ def raise_if_taken_over(folder: Path, own: int) -> None:
 
 
 def _read(folder: Path, number: int) -> Generation | None:
-    """Return what a claim says, or None if it is empty or not one."""
+    """Return the contents of a claim, or None if it is empty or invalid."""
     try:
-        said = json.loads(read_bytes(folder, file_name(number), MAX_BYTES))
-        steps = tuple(step for step in said["steps"] if type(step) is int)
+        facts = json.loads(read_bytes(folder, file_name(number), MAX_BYTES))
+        steps = tuple(step for step in facts["steps"] if type(step) is int)
         return Generation(
-            number, steps, str(said["host"])[:200], int(said["pid"]), str(said["since"])[:40]
+            number, steps, str(facts["host"])[:200], int(facts["pid"]), str(facts["since"])[:40]
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -1,15 +1,15 @@
-"""What one checkpoint is on disk: a manifest, and one safetensors file per part or share of it.
+"""One checkpoint on disk: a manifest, and one safetensors file per part or per share of a part.
 
-Owns: the bytes of both, how they are flushed, and proving that they are the
-ones that were written. Does not own: where a checkpoint stands, or how long.
+Owns: writing, flushing and verifying these files. Does not own: the folder of a checkpoint, or how
+long it is kept.
 
     step_00000120/
       manifest.json           step, recipe, meta, skeletons; size and hash of every file
       model.safetensors       readable without lockstep
       optimizer.safetensors
 
-Where ranks write a share each, `model.0_of_4.safetensors` and its siblings stand in
-place of `model.safetensors`, and the header says which rows of a cut tensor are there.
+If every rank writes a share, `model.0_of_4.safetensors` and its siblings replace
+`model.safetensors`, and the header of each says which rows of a tensor it contains.
 """
 
 import hashlib
@@ -35,8 +35,11 @@ from lockstep.checkpoint.state import FILE_DTYPES, RESERVED_NAME, Share, flatten
 from lockstep.checkpoint.state import num_bytes as num_bytes
 from lockstep.errors import CheckpointError, closest
 
-WHOLE, SHARED = FORMAT_VERSIONS = (1, 2)
-"""One file per part, or any number of files per part, each saying which part it is of."""
+WHOLE = 1
+"""Format version with one file per part."""
+SHARED = 2
+"""Format version with any number of files per part; the manifest names the part of each."""
+FORMAT_VERSIONS = (WHOLE, SHARED)
 MANIFEST: Final = "manifest.json"
 MAX_MANIFEST_BYTES: Final = 64 * 2**20
 MALFORMED: Final = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
@@ -47,17 +50,17 @@ _SEAL: Final = re.compile(rb',\n"sha256": "([0-9a-f]{64})"}\n\Z')
 
 
 class Piece(NamedTuple):
-    """A tensor of a file: whole, or some rows of one that ranks have divided among them."""
+    """A tensor in a file: whole, or some of its rows."""
 
     tensor: Tensor
     first_row: int
     num_rows: int | None
-    """How many the whole has; None if this is the whole."""
+    """The number of rows of the whole tensor; None if this is the whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One committed checkpoint. Its tensors stay on disk until asked for."""
+    """One committed checkpoint. Its tensors stay on disk until `load`."""
 
     path: Path
     step: int
@@ -67,7 +70,7 @@ class Checkpoint:
     """Size in bytes, SHA-256 and part of each file."""
     skeletons: Mapping[str, Any] = field(repr=False)
     generation: int = 0
-    """Which group of processes saved it; 0 if it was not counted."""
+    """The generation that saved it (`generation.py`), or 0 if it has none."""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -75,10 +78,10 @@ class Checkpoint:
         return tuple(self.skeletons)
 
     def load(self, part: str) -> Any:
-        """Return a part as it was saved, on the CPU; its file is hashed before it is parsed.
+        """Return a saved part, on the CPU; the hash of its file is checked before it is parsed.
 
         Raises:
-            CheckpointError: there is no such part, or its file is not what was saved.
+            CheckpointError: there is no such part, or its file is damaged.
         """
         if part not in self.skeletons:
             raise CheckpointError(
@@ -93,10 +96,10 @@ class Checkpoint:
             raise damaged(self.path, f"{' '.join(files)} cannot be read: {error}") from error
 
     def export(self, part: str, path: str | Path) -> Path:
-        """Write a part, however it was saved, as one new safetensors file that needs no lockstep.
+        """Write a part, whole or sharded, to one new safetensors file readable without lockstep.
 
         Raises:
-            CheckpointError: it cannot be loaded, or the file exists or cannot be written.
+            CheckpointError: the part cannot be loaded, or the file exists or cannot be written.
         """
         tensors, _ = flatten(self.load(part))
         try:
@@ -108,10 +111,10 @@ class Checkpoint:
         return Path(path)
 
     def _pieces(self, name: str) -> dict[str, Piece]:
-        """Read one file, proved to be the one that was written."""
+        """Verify and read one file."""
         check_file(self.path, name, *self.files[name][:2])
         try:
-            # Cloned out of the mapped file: what later happens to it must not reach the run.
+            # Clone the tensors, because the file is mapped and may be changed later.
             with safe_open(self.path / name, framework="pt") as file:
                 tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
                 cuts = json.loads((file.metadata() or {}).get("cuts", "{}"))
@@ -122,15 +125,15 @@ class Checkpoint:
 
 
 class Written(NamedTuple):
-    """What ranks have written of a checkpoint that is not committed yet."""
+    """The files of a checkpoint that ranks have written but not committed yet."""
 
     skeletons: Mapping[str, Any]
     files: Mapping[str, Mapping[str, Any]]
-    """What the manifest will say of each file."""
+    """The manifest's entry for each file."""
 
 
 def write_share(folder: Path, share: Share) -> dict[str, dict[str, Any]]:
-    """Write the files of a share, flush them and read them back; return what to say of each."""
+    """Write the files of a share, flush and read them back; return their manifest entries."""
     files = {}
     is_whole = share.size == 1
     for part, tensors in share.tensors.items():
@@ -168,10 +171,10 @@ def write_manifest(
 
 
 def read_checkpoint(folder: Path, *, hashed: bool = True) -> Checkpoint:
-    """Read a checkpoint's manifest and compare every file with it, or only their sizes.
+    """Read a checkpoint's manifest and verify every file, or only their sizes.
 
     Raises:
-        CheckpointError: says which file, and what is wrong with it.
+        CheckpointError: names the file and the fault.
     """
     checkpoint = read_manifest(folder)
     for name, (size_bytes, sha256, _) in checkpoint.files.items():
@@ -180,20 +183,22 @@ def read_checkpoint(folder: Path, *, hashed: bool = True) -> Checkpoint:
 
 
 def read_manifest(folder: Path) -> Checkpoint:
-    """Read a checkpoint's manifest without looking at the other files.
+    """Read a checkpoint's manifest without verifying the other files.
 
     Raises:
-        CheckpointError: says which field is wrong, or that the manifest was changed.
+        CheckpointError: names the wrong field, or the manifest was changed.
     """
     with _opened(folder, MANIFEST) as file:
         if (size_bytes := os.fstat(file.fileno()).st_size) > MAX_MANIFEST_BYTES:
-            raise damaged(folder, f"{MANIFEST} has {size_bytes:,} bytes, more than any has")
+            raise damaged(
+                folder, f"{MANIFEST} has {size_bytes:,} bytes, more than {MAX_MANIFEST_BYTES:,}"
+            )
         raw = file.read()
     return _parse_manifest(folder, raw)
 
 
 def check_file(folder: Path, name: str, size_bytes: int, sha256: str | None) -> None:
-    """Compare one file of a checkpoint with what its manifest says of it."""
+    """Compare one file of a checkpoint with its manifest entry."""
     with _opened(folder, name) as file:
         found_bytes = os.fstat(file.fileno()).st_size
         if found_bytes != size_bytes:
@@ -206,7 +211,7 @@ def check_file(folder: Path, name: str, size_bytes: int, sha256: str | None) -> 
 
 
 def plain_name(name: str) -> str:
-    """Return a name that cannot lead out of its folder, or refuse it."""
+    """Return the name if it cannot lead out of its folder; refuse it otherwise."""
     if not _PLAIN_NAME.fullmatch(name):
         raise CheckpointError(
             f"{name!r:.120} cannot name a file", "use letters, digits and . _ + = -"
@@ -215,7 +220,7 @@ def plain_name(name: str) -> str:
 
 
 def file_name(part: str) -> str:
-    """Return the name of the file that holds a part."""
+    """Return the file name of a part."""
     return f"{plain_name(part)}.safetensors"
 
 
@@ -229,12 +234,12 @@ def flush_folder(folder: Path) -> None:
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:
-    """Return the error for a checkpoint that is not what was written."""
+    """Return the error for a damaged checkpoint."""
     return CheckpointError(f"{folder}: {what}", "use an older checkpoint, or copy this one again")
 
 
 def _joined(files: Iterable[Mapping[str, Piece]]) -> dict[str, Tensor]:
-    """Return the whole tensors that the pieces in some files add up to."""
+    """Return whole tensors, joined from the pieces in several files."""
     pieces: dict[str, list[Piece]] = {}
     for file in files:
         for name, piece in file.items():
@@ -243,18 +248,20 @@ def _joined(files: Iterable[Mapping[str, Piece]]) -> dict[str, Tensor]:
 
 
 def _whole(name: str, pieces: list[Piece]) -> Tensor:
-    """Return a tensor from its pieces, which must be all of them and nothing twice."""
+    """Return a tensor from its pieces, which must contain every row once."""
     tensor, _, num_rows = pieces[0]
     if len(pieces) == 1 and num_rows is None:
         return tensor
     pieces.sort(key=lambda piece: piece.first_row)
     tensors = [piece.tensor for piece in pieces]
     starts = [0, *itertools.accumulate(map(len, tensors))]
-    said = [(piece.first_row, piece.num_rows) for piece in pieces]
-    is_alike = len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) == 1
-    adds_up = said == [(start, num_rows) for start in starts[:-1]] and starts[-1] == num_rows
-    if not (is_alike and adds_up):
-        raise CheckpointError(f"the rows of {name!r} do not add up: {said}", "use another one")
+    rows = [(piece.first_row, piece.num_rows) for piece in pieces]
+    same_type = len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) == 1
+    adds_up = rows == [(start, num_rows) for start in starts[:-1]] and starts[-1] == num_rows
+    if not (same_type and adds_up):
+        raise CheckpointError(
+            f"the rows of {name!r} do not add up: {rows}", "use another checkpoint"
+        )
     return torch.cat(tensors)
 
 
@@ -263,15 +270,16 @@ def _tensor_file(
 ) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file: header length, JSON header, then the tensors back to back.
 
-    safetensors' own writer refuses tied tensors and does not hash what it writes.
+    The writer of safetensors refuses tied tensors and does not hash its output.
     """
-    # The widest first, so that each tensor starts at a multiple of its element size.
+    # The widest types first, so that each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    about = {"format": "pt", **({"cuts": json.dumps(cuts)} if cuts else {})}
-    header: dict[str, Any] = {RESERVED_NAME: about}
+    metadata = {"format": "pt", **({"cuts": json.dumps(cuts)} if cuts else {})}
+    header: dict[str, Any] = {RESERVED_NAME: metadata}
     end = 0
     for name, tensor in ordered:
-        start, end = end, end + num_bytes([tensor])
+        start = end
+        end += num_bytes([tensor])
         header[name] = {
             "dtype": FILE_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -288,7 +296,7 @@ def _tensor_file(
 
 
 def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file through to the disk; return what a manifest says of it."""
+    """Write and flush a new file; return its size and hash for the manifest."""
     digest = hashlib.sha256()
     size_bytes = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -300,7 +308,7 @@ def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, A
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
-        if hasattr(os, "posix_fadvise"):  # so that reading back asks the disk, not the cache
+        if hasattr(os, "posix_fadvise"):  # makes the read-back read the disk, not the cache
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
@@ -308,7 +316,7 @@ def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, A
 
 
 def _seal(manifest: Mapping[str, Any]) -> bytes:
-    """Return a manifest as JSON, a key to a line, the last line the hash of those before."""
+    """Return a manifest as JSON, one key per line; the last line is the hash of the others."""
     try:
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(v)}" for key, v in manifest.items())
     except (TypeError, ValueError) as error:
@@ -327,7 +335,7 @@ def _parse_manifest(folder: Path, raw: bytes) -> Checkpoint:
         raise CheckpointError(
             f"{folder} has format version {in_brief(version)}; this lockstep reads {WHOLE} and "
             f"{SHARED}",
-            "use the version of lockstep that wrote it",
+            "use the version of lockstep that wrote the checkpoint",
         )
     seal = _SEAL.search(raw, max(0, len(raw) - 100))
     if not seal or hashlib.sha256(raw[: seal.start()]).hexdigest() != seal[1].decode():
@@ -344,8 +352,8 @@ def _parse_manifest(folder: Path, raw: bytes) -> Checkpoint:
         if version == WHOLE and set(files) != whole:
             raise ValueError("files does not list one file for each part in skeletons")
     except (ValueError, CheckpointError) as error:
-        said = error.problem if isinstance(error, CheckpointError) else error
-        raise damaged(folder, f"{MANIFEST} is malformed: {said}") from error
+        fault = error.problem if isinstance(error, CheckpointError) else error
+        raise damaged(folder, f"{MANIFEST} is malformed: {fault}") from error
     checkpoint = Checkpoint(
         path=folder,
         step=manifest.step,
@@ -363,7 +371,7 @@ def _parse_manifest(folder: Path, raw: bytes) -> Checkpoint:
 
 @contextmanager
 def _opened(folder: Path, name: str) -> Iterator[BufferedReader]:
-    """Open a regular file of a checkpoint; a link or a pipe in its place is refused."""
+    """Open a regular file of a checkpoint; refuse a link or a pipe."""
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,7 +1,6 @@
-"""One writer to a folder.
+"""A lock that allows one writer per folder.
 
-Owns: the lock file, and saying who holds it. Does not own: what the holder
-does with the folder.
+Owns: the lock file, and naming its holder. Does not own: the use of the folder.
 """
 
 import contextlib
@@ -20,15 +19,14 @@ from lockstep.run_files import open_to_update
 
 
 class FolderLock:
-    """Keep a second run from writing into a folder while the first one lives.
+    """Prevents a second run from writing into a folder while the first one lives.
 
-    The kernel drops the lock when its holder dies, however it dies, and loader
-    workers forked from the holder do not inherit it. It is also dropped when
-    the holder closes *any* descriptor of the file: nothing else may open it.
+    The kernel releases the lock when its holder ends in any way, and loader workers forked from
+    the holder do not inherit it. It also releases the lock when the holder closes *any*
+    descriptor of the file, so nothing else may open it.
     """
 
-    # The kernel would let one process take its own lock twice, and then lose
-    # it at the first release.
+    # The kernel would let one process take its own lock twice, and release it the first time.
     _held: ClassVar[dict[Path, int]] = {}
 
     def __init__(self, folder: str | Path) -> None:
@@ -41,33 +39,33 @@ class FolderLock:
 
         Raises:
             FolderInUseError: names the host and process that hold it, and since when.
-            CheckpointError: the file cannot be made, or its file system has no locks.
+            CheckpointError: the file cannot be created, or its file system has no locks.
         """
         try:
             self._key = self.path.resolve()
             if self._held.get(self._key) == os.getpid():
-                raise self._in_use(f"this very process, {os.getpid()}")
+                raise self._in_use(f"this process, {os.getpid()}")
             self._descriptor = open_to_update(self.path.parent, self.path.name)
             self._lock()
         except OSError as error:
             remedy = "use a folder you may write to, on a file system with locks (Lustre: -o flock)"
             if self.path.is_symlink():
-                remedy = f"remove {self.path}: a run locks its own file and follows no link"
+                remedy = f"remove {self.path}: a run does not follow a link to its lock"
             raise CheckpointError(f"cannot lock {self.path}: {error}", remedy) from error
         self._held[self._key] = os.getpid()
-        me = {
+        holder = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": " ".join(sys.argv),
         }
-        with contextlib.suppress(OSError):  # on a full disk the lock holds, without a name
+        with contextlib.suppress(OSError):  # the lock is held even if a full disk has no room
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(me).encode(), 0)
+            os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
         return self
 
     def release(self) -> None:
-        """Give the lock back; nothing happens in a process that does not hold it."""
+        """Release the lock, if this process holds it."""
         if self._descriptor >= 0 and self._held.get(self._key) == os.getpid():
             del self._held[self._key]
             os.ftruncate(self._descriptor, 0)
@@ -91,8 +89,8 @@ class FolderLock:
                 if holder or time.monotonic() > deadline:
                     os.close(self._descriptor)
                     self._descriptor = -1
-                    raise self._in_use(holder or "a run that has not said who it is") from None
-            time.sleep(0.01)  # it has just taken the lock and is about to write its name
+                    raise self._in_use(holder or "a run that has not written its name") from None
+            time.sleep(0.01)  # the holder may be about to write its name
 
     def _in_use(self, holder: str) -> FolderInUseError:
         return FolderInUseError(

@@ -1,11 +1,11 @@
-"""The grammar of a manifest: what every field may be, before anything is done with it.
+"""Check every field of a manifest before it is used.
 
-Owns: the bounds and types of a manifest's fields, and naming the first that is wrong. Does not own:
-the hashes that prove a file is the one that was written (`layout.py`), or the meta data, which
-belong to whoever saved (`saved_run.py` knows those of `fit`).
+Owns: the bounds and types of a manifest's fields, and naming the first wrong one. Does not own: the
+hashes that detect damaged files (`layout.py`), or the meta data, which the saving code defines
+(`saved_run.py` checks those of `fit`).
 
-A hash does not protect against somebody who computes it again, so no field is trusted for having
-one.
+A hash does not protect against a person who computes it again. So fields are checked although the
+manifest has a hash.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_ENTRIES: Final = 4_000_000
-"""Values in a manifest: 100,000 tensors with their optimizer state have half as many."""
+"""The most values in a manifest: 100,000 tensors with optimizer state have half as many."""
 MAX_DEPTH: Final = 200
 MAX_STEP: Final = 2**62
 _SHOWN: Final = 60
@@ -25,7 +25,7 @@ Count = Annotated[int, Field(ge=0, lt=MAX_STEP)]
 
 
 class FileFacts(BaseModel):
-    """What a manifest says of one file."""
+    """A manifest's entry for one file."""
 
     model_config = ConfigDict(strict=True)
 
@@ -35,7 +35,7 @@ class FileFacts(BaseModel):
 
 
 class Manifest(BaseModel):
-    """A manifest but for its hash. Fields it does not know are those of a later version."""
+    """A manifest without its hash. Unknown fields, from a later version, are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -60,7 +60,8 @@ def read_json(raw: bytes) -> Any:
         tree = json.loads(raw)
     except RecursionError:
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
-    level, depth = [tree], 0
+    level = [tree]
+    depth = 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
@@ -71,10 +72,10 @@ def read_json(raw: bytes) -> Any:
 
 
 def checked_manifest(tree: Any) -> Manifest:
-    """Return a manifest whose every field is what it should be.
+    """Return the manifest if every field is valid.
 
     Raises:
-        ValueError: names the first field that is not.
+        ValueError: names the first invalid field.
     """
     try:
         manifest = Manifest.model_validate(tree)
@@ -86,7 +87,7 @@ def checked_manifest(tree: Any) -> Manifest:
 
 
 def first_fault(invalid: ValidationError) -> str:
-    """Return what pydantic found first: the field, its value and what it should be."""
+    """Return pydantic's first error: the field, its value and what it should be."""
     fault = invalid.errors()[0]
     path = ".".join(in_brief(part) for part in fault["loc"]) or "it"
     if fault["type"] == "missing":
@@ -97,7 +98,7 @@ def first_fault(invalid: ValidationError) -> str:
 
 
 def in_brief(value: Any) -> str:
-    """Return a value of unknown origin as it may stand in a message: short, in ASCII, on a line."""
+    """Return a value of unknown origin for a message: short, in ASCII, on one line."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__} of {len(value)}"
     text = value if isinstance(value, str) and value.isidentifier() else ascii(value)
@@ -108,7 +109,7 @@ def check_skeleton(skeleton: Any, path: str) -> None:
     """Compare a skeleton with what `flatten` writes.
 
     Raises:
-        ValueError: names the entry that is something else.
+        ValueError: names the first wrong entry.
     """
     waiting = [(skeleton, path)]
     while waiting:
@@ -129,17 +130,17 @@ def check_skeleton(skeleton: Any, path: str) -> None:
                 for item in items:
                     if not (isinstance(item, list) and len(item) == 2):
                         raise ValueError(
-                            f"{where} has {in_brief(item)} in place of a key and a value"
+                            f"{where} has {in_brief(item)} instead of a key and a value"
                         )
                     key, value = item
                     if type(key) not in (str, int):
-                        raise ValueError(f"{where} has {in_brief(key)} in place of a key")
+                        raise ValueError(f"{where} has {in_brief(key)} instead of a key")
                     if key in keys:
                         raise ValueError(f"{where} has the key {in_brief(key)} twice")
                     keys.add(key)
                     waiting.append((value, f"{where}.{in_brief(key)}"))
             case _:
-                raise ValueError(f"{where} is {in_brief(node)}, which no checkpoint holds")
+                raise ValueError(f"{where} is {in_brief(node)}, which is not a saved value")
 
 
 def _is_tensor(node: dict[str, Any]) -> bool:

@@ -1,10 +1,9 @@
-"""What a resumable run consists of: trees of plain values and tensors.
+"""The state of a run: trees of plain values and tensors.
 
-Owns: taking such a tree apart into named tensors and a JSON skeleton, dividing
-those among ranks, putting it together again, copying it out of the way of the
-next step, and refusing one that does not fit the model. Does not own: files, or
-which trees a run saves.
-Nothing here can run code that came with a checkpoint.
+Owns: splitting such a tree into named tensors and a JSON skeleton, dividing these among ranks,
+rebuilding the tree, copying it to host memory, and refusing one that does not fit the model. Does
+not own: files, or the choice of trees that a run saves. Loading a tree never executes code from a
+checkpoint.
 """
 
 import math
@@ -36,20 +35,19 @@ FILE_DTYPES: Final = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""Dtypes a safetensors file can name; a tensor of another one is stored as its bytes."""
+"""The dtypes of safetensors files; a tensor of another dtype is stored as bytes."""
 
 RESERVED_NAME: Final = "__metadata__"
 KERNELS: Final = ("fused", "foreach", "capturable", "differentiable")
-"""Settings of an optimizer that say how it computes, not what."""
+"""Settings of an optimizer that choose a kernel, not the result."""
 MAX_DIFFERENCES_SHOWN: Final = 30
 
 
 def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
-    """Split a tree into its tensors, by dotted name, and a skeleton that JSON can hold.
+    """Split a tree into its tensors, by dotted name, and a skeleton of JSON values.
 
-    A flat dict of tensors keeps its own names. Tensors that are one and the
-    same memory are all named, and the skeleton remembers that they are tied.
-    No tensor is copied.
+    A flat dict of tensors keeps its names. Tied tensors, which share memory, all get a name, and
+    the skeleton records that they are tied. No tensor is copied.
 
     >>> flatten({"lr": 0.1, "state": {0: torch.zeros(2)}})[1]
     {'dict': [['lr', 0.1], ['state', {'dict': [[0, {'tensor': 'state.0'}]]}]]}
@@ -85,11 +83,12 @@ def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
         node = {"tensor": name}
         if dtype:
             node["dtype"] = dtype
-        # What is cut has rows here or none, and ranks must say the same of it.
+        # A rank may have no row of a sharded tensor, but ranks must write the same skeleton.
         where = name if is_dtensor(tensor) else tensor.data_ptr()
         memory = (tensor.device, where, tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and (first := first_names.setdefault(memory, name)) != name:
-            node["tied_to"], stored = first, tensors[first]
+            node["tied_to"] = first
+            stored = tensors[first]
         tensors[name] = stored
         return node
 
@@ -97,10 +96,10 @@ def flatten(tree: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Put together what `flatten` took apart; tied tensors come back as one tensor.
+    """Rebuild the tree that `flatten` has split; tied tensors become one tensor.
 
     Raises:
-        CheckpointError: the skeleton is not one, or a tensor is missing.
+        CheckpointError: the skeleton is invalid, or a tensor is missing.
     """
 
     def visit(node: Any) -> Any:
@@ -123,28 +122,28 @@ def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class Share(NamedTuple):
-    """What one rank of `size` keeps of the parts of a run. A share of one is all of it."""
+    """The part of a run's state that one rank of `size` writes. With `size` 1 it is everything."""
 
     tensors: dict[str, dict[str, Tensor]]
-    """By part and name. Of a tensor that is cut, some consecutive rows."""
+    """Tensors by part and name; of a divided tensor, some consecutive rows."""
     cuts: dict[str, dict[str, tuple[int, int]]]
-    """Of the tensors that are cut: the first row, and how many the whole has."""
+    """For each divided tensor, the first row, and the number of rows of the whole."""
     skeletons: dict[str, Any]
     rank: int = 0
     size: int = 1
 
     @property
     def num_bytes(self) -> int:
-        """How much there is to write."""
+        """The number of bytes to write."""
         return sum(num_bytes(tensors.values()) for tensors in self.tensors.values())
 
 
 def share_of(parts: Mapping[str, Any], rank: int = 0, size: int = 1) -> Share:
-    """Return the share of a rank where every rank has all of the state.
+    """Return the share of a rank.
 
-    The tensors are laid end to end, and each rank takes the rows that begin in
-    its part of those bytes: as much as any other, to a row. No tensor is copied.
-    Where ranks have rows of their own, each takes those, and the first what all have.
+    If every rank has the whole state, the tensors are lined up, and each rank takes the rows that
+    begin in its part of the bytes: all shares have the same size, up to one row. If the state is
+    sharded, each rank takes its own rows, and the first rank everything else. No tensor is copied.
     """
     flat = {part: flatten(tree) for part, tree in parts.items()}
     if any(is_dtensor(tensor) for tensors, _ in flat.values() for tensor in tensors.values()):
@@ -153,8 +152,10 @@ def share_of(parts: Mapping[str, Any], rank: int = 0, size: int = 1) -> Share:
             raise CheckpointError(problem, "call CheckpointStore.save_from on every rank")
         return _share_of_rows(flat, rank, size)
     total = num_bytes(t for tensors, _ in flat.values() for t in tensors.values())
-    # What is empty lies between two bytes, at the very end perhaps: it is the last rank's there.
-    begin, end = total * rank // size, total * (rank + 1) // size + (rank + 1 == size)
+    begin = total * rank // size
+    end = total * (rank + 1) // size
+    if rank + 1 == size:
+        end += 1  # empty tensors may begin at the very end of the bytes
     share = Share({}, {}, {part: skeleton for part, (_, skeleton) in flat.items()}, rank, size)
     position = 0
     for part, (tensors, _) in flat.items():
@@ -185,23 +186,23 @@ def _share_of_rows(
             if is_dtensor(tensor) and len(rows):
                 pieces[name] = rows
                 share.cuts.setdefault(part, {})[name] = (first, len(tensor))
-            elif rank == 0:  # what all have, or what has no row at all
+            elif rank == 0:  # unsharded, or without any row
                 pieces[name] = rows
     return share
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return how much room the tensors take in a file."""
+    """Return the size of tensors in a file."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def snapshot(tree: Any, is_wanted: bool = True, spare: dict[str, Tensor] | None = None) -> Any:
-    """Return a copy in host memory that no later step can change; none if it is not wanted.
+    """Return a copy in host memory that no later step can change; {} if it is not wanted.
 
-    Ties stay ties; tensors come back contiguous, detached and on the CPU. Those that are cut
-    over ranks come back whole, one after the other: collective, where there are any.
-    `spare` holds the tensors of a snapshot that nobody needs any more, to be written over: the
-    first touch of new memory takes longer than the copy. It then holds those of this one.
+    Tied tensors stay tied. Tensors are contiguous, detached and on the CPU. Sharded tensors are
+    gathered one after another; with any of them the call is collective. `spare` may hold the
+    tensors of an old snapshot, whose memory is reused because allocating takes longer than the
+    copy. Afterwards it holds the tensors of this one.
     """
     tensors, skeleton = flatten(tree)
     used = {} if spare is None else spare
@@ -211,7 +212,7 @@ def snapshot(tree: Any, is_wanted: bool = True, spare: dict[str, Tensor] | None 
         if is_wanted and id(tensor) not in copies:
             fits = name in used and _describe(used[name]) == _describe(whole)
             used[name] = used[name].copy_(whole) if fits else _host_copy(whole)
-            copies[id(tensor)] = used[name]  # under one name: what is tied now may part later
+            copies[id(tensor)] = used[name]  # one name per memory: tied tensors may be untied later
     if not is_wanted:
         return {}
     return unflatten(skeleton, {name: copies[id(tensor)] for name, tensor in tensors.items()})
@@ -220,8 +221,7 @@ def snapshot(tree: Any, is_wanted: bool = True, spare: dict[str, Tensor] | None 
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load weights into a model that has exactly those names, shapes and dtypes.
 
-    torch itself would cast a wrong dtype without a word. Nothing is changed
-    unless everything fits.
+    torch would cast another dtype silently. If anything does not fit, nothing is changed.
 
     Raises:
         CheckpointError: with one line per difference.
@@ -232,7 +232,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def check_weights(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Refuse saved weights that have not exactly the names, shapes and dtypes of the expected.
+    """Refuse saved weights whose names, shapes or dtypes are not the expected ones.
 
     Raises:
         CheckpointError: with one line per difference.
@@ -245,7 +245,8 @@ def check_weights(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None
     differences = [f"missing     {name}" for name in expected if name not in state]
     differences += [f"unexpected  {name}" for name in state if name not in expected]
     for name in (name for name in expected if name in state):
-        wanted, found = _describe(expected[name]), _describe(state[name])
+        wanted = _describe(expected[name])
+        found = _describe(state[name])
         if wanted != found:
             differences.append(f"different   {name}: the model has {wanted}, the file {found}")
     if differences:
@@ -259,15 +260,15 @@ def check_weights(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an optimizer's state, of each parameter what this rank has of it.
+    """Load an optimizer's state; for sharded parameters, this rank's rows.
 
-    Which kernels it runs stays as it was built: a file may come from another device.
+    The settings in `KERNELS` are not loaded, because the file may come from another device.
 
     Raises:
-        ValueError: it has other parameter groups, or is not the state of an optimizer.
+        ValueError: `state` has other parameter groups, or is not the state of an optimizer.
     """
     _check_optimizer_state(state, optimizer)
-    # Before torch moves them to the device, which might not hold them whole.
+    # Shard tensors before torch moves them to the device, where whole ones may not fit.
     own = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     placed = {
         index: {name: _placed(value, own[index]) for name, value in kept.items()}
@@ -280,9 +281,10 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     merged = {"state": {**state["state"], **placed}, "param_groups": groups}
     optimizer.load_state_dict({**state, **merged})
     for index, saved in placed.items():
-        parameter, kept = own[index], optimizer.state.get(own[index], {})
-        # Torch casts to the parameter's dtype, files hold rows, and a fused optimizer wants the
-        # layout; where a step count is to be, torch knows.
+        parameter = own[index]
+        kept = optimizer.state.get(parameter, {})
+        # torch has cast the state to the parameter's dtype. Restore the saved dtype, in the layout
+        # that a fused optimizer needs. torch places step counts itself.
         for name, now in kept.items():
             was = saved.get(name)
             if isinstance(was, Tensor) and was.shape == getattr(now, "shape", 0) and name != "step":
@@ -293,17 +295,18 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def fit_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's saved state with as many parameter groups as `optimizer` has.
 
-    Groups that were added to it since the save keep their settings and have no state; those that
-    are still to be added to it are left out.
+    Groups added since the save keep their settings and have no state. Saved groups that
+    `optimizer` does not have yet are dropped.
 
     Raises:
-        ValueError: it is not the state of an optimizer.
+        ValueError: `state` is not the state of an optimizer.
     """
     _check_optimizer_structure(state)
-    saved, now = state["param_groups"], optimizer.state_dict()["param_groups"]
+    saved = state["param_groups"]
+    now = optimizer.state_dict()["param_groups"]
     groups = [*saved[: len(now)], *now[len(saved) :]]
     kept = {index for group in saved[: len(now)] for index in group["params"]}
-    by_index = {index: of_one for index, of_one in state["state"].items() if index in kept}
+    by_index = {index: values for index, values in state["state"].items() if index in kept}
     return {**state, "state": by_index, "param_groups": groups}
 
 
@@ -311,7 +314,7 @@ def load_scaler(scaler: torch.amp.GradScaler, state: Any) -> None:
     """Load the state of a loss scaler.
 
     Raises:
-        CheckpointError: it is not one.
+        CheckpointError: `state` is not the state of a loss scaler.
     """
     expected = scaler.state_dict()
     is_right = isinstance(state, Mapping) and state.keys() == expected.keys()
@@ -325,18 +328,18 @@ def load_scaler(scaler: torch.amp.GradScaler, state: Any) -> None:
 
 
 SCALARS: Final = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's optimizers keep as one number for a parameter."""
+"""State of torch's optimizers that is one number per parameter."""
 LIKE_PARAMETER: Final = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"}
     | {"grad_avg", "acc_delta", "sum", "ax", "prev", "step_size"}
 )
-"""What torch's optimizers keep in the shape of a parameter."""
+"""State of torch's optimizers that has the shape of the parameter."""
 OTHER_SHAPES: Final = ("Adafactor", "LBFGS")
-"""torch's optimizers whose state has shapes of its own."""
+"""torch's optimizers whose state has other shapes."""
 
 
 def _check_optimizer_structure(state: Any) -> None:
-    """Refuse what does not have the shape of an optimizer's `state_dict`.
+    """Refuse a value that does not have the structure of an optimizer's `state_dict`.
 
     Raises:
         ValueError: names the entry.
@@ -358,7 +361,7 @@ def _check_optimizer_structure(state: Any) -> None:
 
 
 def _check_optimizer_state(state: Any, optimizer: Optimizer) -> None:
-    """Refuse what `load_state_dict` would take and the next step could not use.
+    """Refuse a state that `load_state_dict` would accept but the next step could not use.
 
     Raises:
         ValueError: names the entry.
@@ -367,14 +370,14 @@ def _check_optimizer_state(state: Any, optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ not in OTHER_SHAPES:
         for saved, built in zip(state["param_groups"], optimizer.param_groups, strict=False):
-            if saved.keys() >= built.keys():  # else the user has changed the optimizer
+            if saved.keys() >= built.keys():  # otherwise the user has changed the optimizer
                 _check_state_of_group(state["state"], saved["params"], built["params"])
 
 
 def _check_state_of_group(
     state: Mapping[int, Mapping[str, Any]], indices: list[int], parameters: list[Tensor]
 ) -> None:
-    """Compare what torch's own optimizer kept for each parameter with the parameter."""
+    """Compare the state of a torch optimizer for each parameter with the parameter."""
     names = None
     for index, parameter in zip(indices, parameters, strict=False):
         kept = state.get(index)
@@ -387,7 +390,7 @@ def _check_state_of_group(
         for name, value in kept.items():
             shape = torch.Size() if name in SCALARS else parameter.shape
             if name not in SCALARS | LIKE_PARAMETER:
-                is_right = True  # something of the user's own
+                is_right = True  # added by the user
             elif isinstance(value, Tensor):
                 is_right = value.shape == shape and value.dtype != torch.bool
             else:
@@ -399,16 +402,16 @@ def _check_state_of_group(
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:
-    is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
-    return shard_like(value, parameter) if is_alike else value
+    same_shape = isinstance(value, Tensor) and value.shape == parameter.shape
+    return shard_like(value, parameter) if same_shape else value
 
 
 def _storable(tensor: Any, path: tuple[str, ...]) -> tuple[Tensor, str | None]:
-    """Return the tensor as a file can hold it, and its dtype where that had to be hidden."""
+    """Return the tensor to store, and its dtype if it is stored as bytes."""
     if is_dtensor(tensor) and tensor.placements[0].is_shard(0) and tensor.dtype in FILE_DTYPES:
         return tensor.detach(), None
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise _unsupported(path, f"is a {_type_name(tensor)}, which only looks like a tensor")
+        raise _unsupported(path, f"is a {_type_name(tensor)}, not a plain tensor")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise _unsupported(path, f"is not a dense tensor ({kind} on {tensor.device})")

@@ -1,17 +1,17 @@
-"""The folder a run saves into: commit, find, keep.
+"""The folder of a run's checkpoints: commit, find and remove them.
 
-Owns: the one rename that makes a checkpoint exist, the names users know it by,
-and the decision which ones may go. Does not own: what is in a checkpoint, or
-which process saves; there is one writer, and `FolderLock` is how it makes sure.
+Owns: the one rename that commits a checkpoint, its aliases, and the decision which checkpoints to
+remove. Does not own: the contents of a checkpoint, or which process saves: there is one writer,
+ensured by `FolderLock`.
 
     checkpoints/
       step_00000120/                            see layout.py
-      checkpoint_epoch_10.pt -> step_00000120   an alias; what has one is kept
-      superseded_1_step_00000200/               left behind when the run went back
-      generation_00000002.json                  which group of processes may save; generation.py
+      checkpoint_epoch_10.pt -> step_00000120   an alias; its checkpoint is kept
+      superseded_1_step_00000200/               set aside when the run resumed from an older one
+      generation_00000002.json                  the group of processes that may save; generation.py
 
-What begins with a dot is unfinished work, and the next save removes it. A step folder may be a
-link, to a checkpoint that was moved to another disk: it is read like any other and never removed.
+Names that begin with a dot are unfinished; the next save removes them. A step folder may be a link
+to a checkpoint on another disk. It is read like any other and never removed.
 """
 
 import itertools
@@ -55,21 +55,21 @@ from lockstep.nested import tensors_in
 _log = logging.getLogger("lockstep")
 
 _GENERATION = re.compile(r"\.g(\d+)$")
-"""At the end of the name of unfinished work: the generation it is of."""
+"""The generation at the end of an unfinished name."""
 
 
 @dataclass
 class _Use:
-    """How this process uses a folder of checkpoints, through any number of stores."""
+    """This process's use of a folder of checkpoints, through any number of stores."""
 
     pid: int
     read_step: int = -1
-    """The newest checkpoint that was read: what a custom loop continues from."""
+    """The newest checkpoint that was read; a custom loop continues from it."""
     lock: FolderLock | None = None
-    """Held until the process ends, once a custom loop has saved."""
+    """Set by the first save of a custom loop, and held until the process ends."""
     generation: int = 0
     saved: dict[Path, tuple[object, ...]] = field(default_factory=dict)
-    """What custom loops of this process have saved, by the fingerprint it had then."""
+    """The checkpoints that custom loops of this process have saved, with their fingerprints."""
 
     def note_read(self, step: int) -> None:
         """Remember that the checkpoint of a step was read."""
@@ -80,7 +80,7 @@ _uses: dict[Path, _Use] = {}
 
 
 def _use_of(folder: Path) -> _Use:
-    """Return how this process uses a folder; a forked one begins with nothing."""
+    """Return this process's use of a folder; a forked process starts with a new one."""
     key = folder.resolve()
     if key not in _uses or _uses[key].pid != os.getpid():
         _uses[key] = _Use(os.getpid())
@@ -100,16 +100,17 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.recipe = recipe
         self.generation = 0
-        """The number under which this group saves; 0 as long as it has not taken the folder over.
-        All ranks of a group have the same."""
+        """The generation of this group, the same on all ranks; 0 until it has taken over the
+        folder."""
         self._verified: dict[Path, tuple[object, ...]] = {}
+        """The fingerprints of checkpoints that have been verified."""
         self._committed: dict[Path, tuple[object, ...]] = {}
-        """What this store has saved itself."""
+        """The fingerprints of checkpoints that this store has saved."""
         self._replaceable: dict[Path, tuple[object, ...]] = {}
-        """What lay in the place of a checkpoint when its save began, and did not verify."""
+        """The fingerprint of the damaged checkpoint that the current save may replace."""
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step is, or would be."""
+        """Return the folder of a step's checkpoint, which may not exist."""
         return self.folder / f"step_{step:08d}"
 
     def save(
@@ -119,17 +120,17 @@ class CheckpointStore:
         meta: Mapping[str, Any],
         replace: bool = False,
     ) -> Path:
-        """Commit a checkpoint, read back before it exists, and return its folder.
+        """Write a checkpoint, read it back, commit it, and return its folder.
 
-        A valid one of the same step is kept as it is, unless `replace` is true and it is not a
-        link. Older ones that nothing needs any more are removed afterwards. In place of `parts`
-        may stand what ranks have `Written` since `begin`, each with `write_share`.
+        A valid checkpoint of the same step is kept, unless `replace` is true and it is not a link.
+        Older ones that are no longer needed are removed afterwards. `parts` may be the files that
+        ranks have `Written` since `begin`, each with `write_share`.
 
-        A checkpoint that is replaced has a hidden name between two renames. After a kill there,
-        `restore_replaced` or the next save gives it its own name back.
+        A replaced checkpoint has a hidden name between two renames. If the process is killed
+        there, `restore_replaced` or the next save renames it back.
 
         Raises:
-            CheckpointError: nothing was committed and what was there is untouched.
+            CheckpointError: nothing was committed, and existing checkpoints are unchanged.
         """
         final = self.path(step)
         try:
@@ -142,7 +143,7 @@ class CheckpointStore:
             aside = self._aside(step)
             with self._reporting(step, sum(facts["size_bytes"] for facts in parts.files.values())):
                 write_manifest(aside, step, self.recipe, parts, meta, self.generation)
-                read_checkpoint(aside, hashed=False)  # each file was read back by who wrote it
+                read_checkpoint(aside, hashed=False)  # each rank has verified its own files
                 self._raise_if_taken_over()
                 before = self._hidden("replaced" if replace else "rejected", final.name)
                 if os.path.lexists(final) and self._replaceable.get(final) == _fingerprint(final):
@@ -162,7 +163,7 @@ class CheckpointStore:
         return final
 
     def begin(self, step: int, num_needed: int = 0, replace: bool = False) -> bool:
-        """Make room for the files of a checkpoint; say no if there is a valid one to keep."""
+        """Prepare for the files of a checkpoint; return False if a valid one must be kept."""
         if step < 0:
             raise CheckpointError(f"a run cannot be at step {step}", "count from 0")
         final = self.path(step)
@@ -172,7 +173,7 @@ class CheckpointStore:
             self._raise_if_taken_over()
             self.set_stale_aside()
             if self._is_saved(final) and not (replace and not final.is_symlink()):
-                flush_folder(self.folder)  # a save that failed in its last moment had not
+                flush_folder(self.folder)  # a save that failed after its rename did not flush
                 return False
             self._replaceable = {final: _fingerprint(final)}
             self.sweep()
@@ -182,12 +183,12 @@ class CheckpointStore:
         return True
 
     def write_share(self, step: int, share: Share) -> dict[str, dict[str, Any]]:
-        """Write what one rank has of a checkpoint, and return what to say of its files."""
+        """Write one rank's share of a checkpoint, and return the manifest entries of its files."""
         with self._reporting(step, share.num_bytes):
             return write_share(self._aside(step), share)
 
     def sweep(self) -> None:
-        """Remove what this group, or one before it, began and never committed."""
+        """Remove unfinished files of this group and of earlier ones."""
         for kind in ("writing", "removing", "rejected", "replaced", "naming"):
             for path in self.folder.glob(f".{kind}_*"):
                 whose = _GENERATION.search(path.name)
@@ -202,12 +203,12 @@ class CheckpointStore:
                     shutil.rmtree(path, ignore_errors=True)
 
     def restore_replaced(self) -> None:
-        """Give a checkpoint its name back that a kill left between the renames of a replacement.
+        """Rename checkpoints back if a process was killed while it replaced them.
 
-        For whoever is about to take the folder over.
+        Call this before taking over the folder.
 
         Raises:
-            CheckpointError: it cannot be renamed.
+            CheckpointError: a checkpoint cannot be renamed.
         """
         for path in self.folder.glob(".replaced_*"):
             try:
@@ -216,7 +217,7 @@ class CheckpointStore:
                 raise CheckpointError(f"cannot rename {path}: {error}", "check the disk") from error
 
     def _restore(self, hidden: Path) -> None:
-        """Rename what was to be replaced back, if nothing has its place."""
+        """Rename a replaced checkpoint back, unless the new one was committed."""
         name = _GENERATION.sub("", hidden.name).removeprefix(".replaced_")
         final = self.folder / name
         is_checkpoint = STEP_FOLDER.fullmatch(name) and os.path.lexists(hidden)
@@ -225,19 +226,20 @@ class CheckpointStore:
             flush_folder(self.folder)
 
     def name(self, step: int, alias: str) -> Path:
-        """Point `alias` (such as `best_model.pt`) at a checkpoint, which retention then keeps.
+        """Point `alias` (such as `best_model.pt`) at a checkpoint, which is then never removed.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or the name belongs to something else.
+            CheckpointError: there is no such checkpoint, or the name is in use for something else.
         """
-        link, target = self.folder / plain_name(alias), self.path(step)
+        link = self.folder / plain_name(alias)
+        target = self.path(step)
         self._raise_if_taken_over()
-        with self._blaming_the_next_group():
+        with self._reporting_takeover():
             if not target.is_dir():
                 raise self._not_found(target.name)
             is_taken = os.path.lexists(link) and not link.is_symlink()
             if is_taken or alias == "lock" or STEP_FOLDER.fullmatch(alias):
-                problem = f"{link} is not free to name a checkpoint"
+                problem = f"{link} cannot be used as the name of a checkpoint"
                 raise CheckpointError(problem, "use another name")
             try:
                 self._point(link, target.name)
@@ -246,7 +248,7 @@ class CheckpointStore:
         return link
 
     def aliases(self) -> dict[str, str]:
-        """Return each alias with the name of the folder it stands for."""
+        """Return each alias with the name of its folder."""
         links = (
             entry
             for entry in self._entries()
@@ -266,24 +268,24 @@ class CheckpointStore:
         """Read a whole checkpoint and compare it with its manifest.
 
         Raises:
-            CheckpointError: says what is wrong.
+            CheckpointError: names the file and the fault.
         """
         read_checkpoint(Path(path))
 
     def latest(
         self, check: Callable[[Checkpoint], None] = lambda checkpoint: None
     ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-        """Return the newest checkpoint that verifies, and why each newer one was rejected.
+        """Return the newest valid checkpoint, and why each newer one was rejected.
 
-        One that a group saved after another had taken the folder over is rejected too. None with
-        a list that is not empty means that every one is damaged; a run should say so and stop
-        rather than start over.
+        A checkpoint is also rejected if its group saved it after another group had taken over the
+        folder. If the result is None and the list is not empty, every checkpoint is damaged; then
+        a run should stop, not start over.
 
         Args:
-            check: Raises CheckpointError for one whose meta data the caller cannot use.
+            check: Raises a CheckpointError if the caller cannot use the meta data.
 
         Raises:
-            CheckpointError: it belongs to another recipe.
+            CheckpointError: the checkpoint belongs to another recipe.
         """
         rejected: list[tuple[Path, str]] = []
         newest = self._newest_generation()
@@ -301,10 +303,10 @@ class CheckpointStore:
         return None, rejected
 
     def open(self, path: str | Path) -> Checkpoint:
-        """Return the verified checkpoint a user means: a step folder or an alias.
+        """Return the verified checkpoint at a path: a step folder or an alias.
 
-        A relative path is looked for from here, from this store's folder, and
-        from the folder above it (`checkpoints/checkpoint_epoch_10.pt`).
+        A relative path is tried in the working directory, in this store's folder, and in its
+        parent (`checkpoints/checkpoint_epoch_10.pt`).
 
         Raises:
             CheckpointError: there is none, it is damaged, or it belongs to another recipe.
@@ -323,17 +325,17 @@ class CheckpointStore:
     def save_from(self, world: World, step: int, **objects: Any) -> None:
         """Save the `state_dict()` of each object, from the first rank. Collective.
 
-        For a loop of your own: `store.save_from(world, loader.step, model=model, ...)`.
+        For a custom loop: `store.save_from(world, loader.step, model=model, ...)`.
         Afterwards every rank has the first rank's buffers, as after a resume.
 
         The first save locks the folder until the process ends, and takes it over as `fit` does:
         checkpoints that are newer than any that this process has read are set aside.
 
         Raises:
-            FolderInUseError: on all ranks, another process saves into this folder.
-            ConfigError: on all ranks, and nothing is saved: their weights or the settings of
-                their optimizers differ, or an optimizer has parameters that no object holds.
-            CheckpointError: on all ranks, it cannot be saved, or another run has saved this step.
+            FolderInUseError: on all ranks, if another process saves into this folder.
+            ConfigError: on all ranks, without saving, if their weights or optimizer settings
+                differ, or an optimizer has parameters that none of the objects has.
+            CheckpointError: on all ranks, if the save fails, or another run has saved this step.
         """
         self._enter_rehearsal()
         modules = {name: unwrap(o) for name, o in objects.items() if isinstance(o, nn.Module)}
@@ -359,15 +361,15 @@ class CheckpointStore:
             world.custom_loop.checkpoint_saved(self.path(step))
 
     def load_into(self, **objects: Any) -> int:
-        """Give each object the state it had at the newest good checkpoint; return its step, or 0.
+        """Restore each object from the newest valid checkpoint; return its step, or 0 if none.
 
         Raises:
-            CheckpointError: every checkpoint is damaged, or one does not fit.
-            ConfigError: an optimizer has parameters that none of the objects holds.
+            CheckpointError: every checkpoint is damaged, or the checkpoint does not fit.
+            ConfigError: an optimizer has parameters that none of the objects has.
         """
         self._enter_rehearsal()
         if any(isinstance(target, nn.Module) for target in objects.values()):
-            _check_parameters_are_saved(objects)  # else modules are loaded by another call
+            _check_parameters_are_saved(objects)  # without modules, another call loads them
         checkpoint, rejected = self.latest()
         if checkpoint is None and rejected:
             problem = f"no checkpoint in {self.folder} is valid: {rejected[0][1]}"
@@ -391,7 +393,7 @@ class CheckpointStore:
         return checkpoint.step
 
     def _enter_rehearsal(self) -> None:
-        """In a rehearsal, keep away from the checkpoints of the real run."""
+        """In a rehearsal, use another folder than the real run."""
         folder = rehearsal_folder()
         if folder is not None and not self.folder.is_relative_to(folder):
             self.folder = folder / "stores" / str(self.folder.absolute()).lstrip("/")
@@ -400,7 +402,7 @@ class CheckpointStore:
         """Lock the folder for this process and take it over, once.
 
         Raises:
-            FolderInUseError: another process has it.
+            FolderInUseError: another process holds the lock.
         """
         use = _use_of(self.folder)
         if use.lock is None:
@@ -417,7 +419,7 @@ class CheckpointStore:
         self.generation = use.generation
 
     def _raise_if_of_another_run(self, step: int) -> None:
-        """Refuse to take another run's checkpoint of a step for the one that is to be saved."""
+        """Refuse to save a step that another run has saved, since its checkpoint would be kept."""
         final = self.path(step)
         is_own = _use_of(self.folder).saved.get(final, ()) == _fingerprint(final) != ()
         if is_own or step == _use_of(self.folder).read_step or not self._is_saved(final):
@@ -428,13 +430,13 @@ class CheckpointStore:
         )
 
     def take_over(self, resumed_from: int = -1) -> int:
-        """Claim the folder for this group: earlier groups may not save into it any more.
+        """Claim the folder for this group: earlier groups may no longer save into it.
 
-        Checkpoints up to the step `resumed_from` stay valid, by default none. Whatever else an
-        earlier group has saved, or saves from now on, is rejected by `latest` and set aside.
+        Checkpoints up to the step `resumed_from` stay valid, by default none. Any other checkpoint
+        of an earlier group, also a future one, is rejected by `latest` and set aside.
 
         Returns:
-            The number of the claim, which every rank of the group needs as its `generation`.
+            The number of the claim. Every rank of the group must set it as its `generation`.
 
         Raises:
             CheckpointError: the claim cannot be written.
@@ -442,7 +444,7 @@ class CheckpointStore:
         try:
             accepted = self._accepted()
             steps = {step for step in accepted if step <= resumed_from}
-            steps |= {resumed_from} & set(self.steps())  # the user may have asked for a stale one
+            steps |= {resumed_from} & set(self.steps())  # the user may have chosen a stale one
             above = max([0, *accepted.values()])
             self.generation = generation.claim(self.folder, above, steps).number
         except OSError as error:
@@ -452,7 +454,7 @@ class CheckpointStore:
         return self.generation
 
     def set_stale_aside(self) -> list[Path]:
-        """Rename what an earlier group saved after a later one had taken the folder over."""
+        """Set aside checkpoints that an earlier group saved after a later one took over."""
         newest = self._newest_generation()
         if newest is None:
             return []
@@ -460,17 +462,17 @@ class CheckpointStore:
         for step in self.steps():
             path = self.path(step)
             if step in newest.steps or self._committed.get(path) == _fingerprint(path):
-                continue  # most of them, at every save: their manifests need not be read again
+                continue  # saves reading most manifests at every save
             with suppress(CheckpointError):  # damaged: a resume rejects it, a save replaces it
                 if _is_stale(read_manifest(path), newest):
                     stale.append(step)
         return self._set_aside(stale)
 
     def clear(self) -> None:
-        """Remove every checkpoint and name in the folder; what says who may save stays.
+        """Remove every checkpoint and alias in the folder, but not the claims.
 
         Raises:
-            OSError: something cannot be removed.
+            OSError: a file or folder cannot be removed.
         """
         for entry in list(os.scandir(self.folder)):
             if entry.is_dir(follow_symlinks=False):
@@ -479,17 +481,16 @@ class CheckpointStore:
                 os.unlink(entry.path)
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Rename every checkpoint newer than `step`, so that a rewound run does not meet them.
+        """Set aside every checkpoint newer than `step`, by renaming it.
 
-        Without this a run told to go on from an older checkpoint would take up
-        the abandoned ones again at its next resume. They stay readable, and
-        keep their aliases.
+        Otherwise a run that resumed from an older checkpoint would use the newer ones at its next
+        resume. They stay readable, and keep their aliases.
         """
         return self._set_aside([newer for newer in self.steps() if newer > step])
 
     def _set_aside(self, steps: list[int]) -> list[Path]:
         moved = []
-        # The newest first, or a kill midway would leave it in place.
+        # The newest first, so that a kill midway does not leave it in place.
         for old in map(self.path, reversed(steps)):
             names = (old.with_name(f"superseded_{n}_{old.name}") for n in itertools.count(1))
             new = next(name for name in names if not os.path.lexists(name))
@@ -501,19 +502,19 @@ class CheckpointStore:
                 raise CheckpointError(f"cannot set {old} aside: {error}", "move it") from error
             moved.append(new)
         try:
-            self._follow_superseded()
+            self._update_aliases()
         except OSError as error:
             raise CheckpointError(
                 f"cannot move names in {self.folder}: {error}", "check the folder and its disk"
             ) from error
         return moved
 
-    def _follow_superseded(self) -> None:
-        """Let each alias follow its checkpoint aside, also where a kill kept it from doing so."""
+    def _update_aliases(self) -> None:
+        """Point each alias at its checkpoint's new name, also after a kill midway."""
         for link in self._entries():
             if not link.is_symlink() or os.path.exists(link.path):
                 continue
-            if STEP_FOLDER.fullmatch(link.name):  # its disk is not there; nothing stands for it
+            if STEP_FOLDER.fullmatch(link.name):  # a checkpoint on a disk that is not mounted
                 continue
             target = os.path.basename(os.readlink(link.path))
             if STEP_FOLDER.fullmatch(target):
@@ -528,7 +529,7 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"cannot look into {self.folder}: {error}", "check it") from error
+            raise CheckpointError(f"cannot list {self.folder}: {error}", "check it") from error
 
     def _is_saved(self, path: Path) -> bool:
         try:
@@ -538,19 +539,18 @@ class CheckpointStore:
         return self._of_this_recipe(checkpoint) is checkpoint
 
     def _prune(self, just_saved: Path) -> None:
-        """Keep `just_saved`, enough of the newest other valid ones, and all that have a name."""
+        """Keep `just_saved`, the newest valid ones up to `keep_last`, and all with an alias."""
         if self.keep_last is None:
             return
         aliased = set(self.aliases().values())
         num_kept = 1
         for path in map(self.path, reversed(self.steps())):
-            if path == just_saved or path.is_symlink():  # a link is the user's, and so is its disk
+            if path == just_saved or path.is_symlink():  # the user has moved it to another disk
                 continue
             if num_kept < self.keep_last:
                 num_kept += self._is_verified(path)
             elif path.name not in aliased:
-                # The new checkpoint is safe by now; a run does not end because an
-                # old one will not go. The next save tries again.
+                # Ignore errors: the new checkpoint is safe, and the next save tries again.
                 self._raise_if_taken_over()
                 with suppress(OSError):
                     hidden = self._hidden("removing", path.name)
@@ -558,7 +558,7 @@ class CheckpointStore:
                     shutil.rmtree(hidden, ignore_errors=True)
 
     def _is_verified(self, path: Path) -> bool:
-        """Verify a checkpoint once, and again whenever its files look touched."""
+        """Verify a checkpoint, once, and again if its files change."""
         found = _fingerprint(path)
         if self._verified.get(path) != found:
             try:
@@ -572,9 +572,9 @@ class CheckpointStore:
         return self._hidden("writing", self.path(step).name)
 
     def _hidden(self, kind: str, name: str) -> Path:
-        """Return the name of unfinished work: of this group alone, if it has a number."""
-        whose = f".g{self.generation}" if self.generation else ""
-        return self.folder / f".{kind}_{name}{whose}"
+        """Return a name for unfinished files, with the generation if there is one."""
+        suffix = f".g{self.generation}" if self.generation else ""
+        return self.folder / f".{kind}_{name}{suffix}"
 
     def _point(self, link: Path, target: str) -> None:
         """Make or move a symbolic link in one rename."""
@@ -585,18 +585,18 @@ class CheckpointStore:
         flush_folder(link.parent)
 
     def _raise_if_taken_over(self) -> None:
-        """Refuse to write once another group has taken the folder over."""
+        """Refuse to write after another group has taken over the folder."""
         if self.generation:
             try:
                 generation.raise_if_taken_over(self.folder, self.generation)
             except OSError as error:
                 raise CheckpointError(
-                    f"cannot look into {self.folder}: {error}", "check the folder and its disk"
+                    f"cannot list {self.folder}: {error}", "check the folder and its disk"
                 ) from error
 
     @contextmanager
-    def _blaming_the_next_group(self) -> Iterator[None]:
-        """Say of a failure that another group has taken over, which removes unfinished work."""
+    def _reporting_takeover(self) -> Iterator[None]:
+        """Raise TakenOverError instead if another group has taken over: it removes our files."""
         try:
             yield
         except CheckpointError:
@@ -607,10 +607,10 @@ class CheckpointStore:
         try:
             return generation.newest(self.folder)
         except OSError as error:
-            raise CheckpointError(f"cannot look into {self.folder}: {error}", "check it") from error
+            raise CheckpointError(f"cannot list {self.folder}: {error}", "check it") from error
 
     def _accepted(self) -> dict[int, int]:
-        """Return the steps whose manifests can be read and count, each with its generation."""
+        """Return the steps with a readable and valid manifest, each with its generation."""
         newest = self._newest_generation()
         found = {}
         for step in self.steps():
@@ -622,8 +622,8 @@ class CheckpointStore:
 
     @contextmanager
     def _reporting(self, step: int, num_needed: int = 0) -> Iterator[None]:
-        """Turn what the disk says into an error with the numbers."""
-        with self._blaming_the_next_group():
+        """Turn an OSError into a CheckpointError with the sizes."""
+        with self._reporting_takeover():
             try:
                 yield
             except OSError as error:
@@ -631,7 +631,7 @@ class CheckpointStore:
                 raise CheckpointError(
                     f"cannot save step {step} in {self.folder}: {error} "
                     f"({needed}{_free_bytes(self.folder)} free)",
-                    "make room or save elsewhere; earlier checkpoints are untouched",
+                    "make room or use another folder; earlier checkpoints are unchanged",
                 ) from error
 
     def _of_this_recipe(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -648,12 +648,12 @@ class CheckpointStore:
         guess = closest(Path(wanted).name, existing)
         return CheckpointError(
             f"{wanted!r} is not a checkpoint; {self.folder} holds {', '.join(existing) or 'none'}",
-            f"did you mean {guess!r}?" if guess else "give a step folder or one of those names",
+            f"did you mean {guess!r}?" if guess else "pass a step folder or one of those names",
         )
 
 
 def _check_parameters_are_saved(objects: Mapping[str, Any]) -> None:
-    """Refuse an optimizer with parameters that no object beside it holds."""
+    """Refuse an optimizer with parameters that none of the other objects has."""
     others = [unwrap(o) for o in objects.values() if not isinstance(o, Optimizer)]
     modules = [o for o in others if isinstance(o, nn.Module)]
     known = {id(p) for module in modules for p in module.parameters()}
@@ -675,7 +675,7 @@ def _is_stale(checkpoint: Checkpoint, newest: generation.Generation | None) -> b
 
 
 def _raise_if_stale(checkpoint: Checkpoint, newest: generation.Generation | None) -> None:
-    """Refuse a checkpoint that an earlier group saved after a later one had taken over."""
+    """Refuse a checkpoint that an earlier group saved after a later one took over."""
     if newest is not None and _is_stale(checkpoint, newest):
         raise CheckpointError(
             f"{checkpoint.path}: saved by generation {checkpoint.generation} of this run, which "
@@ -686,7 +686,7 @@ def _raise_if_stale(checkpoint: Checkpoint, newest: generation.Generation | None
 
 
 def _flush_above(folder: Path) -> None:
-    """Make the names of a folder and of those above it survive a power loss, where we may."""
+    """Make the names of a folder and its parents survive a power loss, if we have permission."""
     device = folder.stat().st_dev
     for above in folder.absolute().parents:
         if above.stat().st_dev != device:
@@ -702,7 +702,7 @@ def _free_bytes(folder: Path) -> str:
 
 
 def _fingerprint(folder: Path) -> tuple[object, ...]:
-    """Return what changes when somebody writes to a file of the checkpoint."""
+    """Return a value that changes when a file of the checkpoint is written."""
     with suppress(OSError):
         found = ((entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(folder))
         return tuple(sorted((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in found))

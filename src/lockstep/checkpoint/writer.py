@@ -1,7 +1,7 @@
-"""Saving in the background, one job at a time, without losing an error.
+"""Save in the background, one job at a time, without losing an error.
 
-Owns: the thread, and carrying a failure back to the training loop. Does not
-own: what is saved; hand it a snapshot, never a live model.
+Owns: the thread, and passing a failure to the training loop. Does not own: the data. A job must
+save a snapshot, never a model in training.
 """
 
 import atexit
@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 
 class BackgroundWriter:
-    """Run jobs one after another beside the training loop.
+    """Runs jobs one after another in a thread beside the training loop.
 
-    A failed job is neither retried nor hidden: the next `submit`, `wait` or
-    `close` raises its exception, once; `has_failed` tells without raising. An
-    interpreter that exits normally waits for the running job; one that leaves
-    by `os._exit` does not, so `close` first.
+    A failed job is not retried. The next `submit`, `wait` or `close` raises its exception, once;
+    `has_failed` does not raise. A normal exit of the interpreter waits for the running job. Before
+    `os._exit`, which does not wait, call `close`.
     """
 
     def __init__(self) -> None:
@@ -31,11 +30,11 @@ class BackgroundWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a job has ended with a failure that nobody has been told yet."""
+        """Whether the last job failed, and its exception has not been raised yet."""
         return not self.is_busy and self._error is not None
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Start `job`, once the one before it has ended and only if that one succeeded."""
+        """Start `job` after the previous one has ended, if that one succeeded."""
         if self._is_closed:
             raise RuntimeError("this writer is closed")
         self.wait()
@@ -45,16 +44,17 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until no job is running, and raise the failure of the last one."""
+        """Wait until no job is running, and raise the exception of the last one."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
 
     def close(self) -> None:
-        """Take no more jobs, and wait for the last one."""
+        """Accept no more jobs, and wait for the last one."""
         self._is_closed = True
         atexit.unregister(self.close)
         self.wait()
@@ -62,5 +62,5 @@ class BackgroundWriter:
     def _run(self, job: Callable[[], object]) -> None:
         try:
             job()
-        except BaseException as error:  # SystemExit too: it is for the training loop to hear
+        except BaseException as error:  # the training loop raises it, even a SystemExit
             self._error = error

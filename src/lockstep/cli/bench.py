@@ -1,14 +1,11 @@
 """`lockstep bench scaling|collectives|input|step`: measured speed-up, and where the time goes.
 
-Owns: the verbs, the folder of a measurement, and what is printed. Does not own: any
-measurement (`bench/`).
+Owns: the verbs, and what is printed. Does not own: any run or measurement (`bench/`).
 """
 
 import importlib.util
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,19 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.run import read_counts
-from lockstep.cli.words import AS_TYPED, Limit, Words
-from lockstep.text_input import whole_number
+from lockstep.cli.words import AS_TYPED, Limit, Words, read_counts
 
 if TYPE_CHECKING:
-    from lockstep.bench.play import Bench
+    from lockstep.bench.runs import BenchRuns
 
 benching = typer.Typer(
     help="Measure speed-up and where the time goes; forecast it for the GPUs you don't have.",
     no_args_is_help=True,
 )
 BUSY = 0.5
-"""Processes that run or wait, per core, from which on times are those of a busy machine."""
+"""Load per core above which a remark says that the machine is busy."""
 Steps = Annotated[int, typer.Option(help="measured steps of each kind", min=4)]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write all numbers to this file")]
 
@@ -46,52 +41,44 @@ def scaling(
         str, typer.Option(help="forecast for pcie4, nvlink4, ethernet100, ethernet400, ...")
     ] = "",
     link: Annotated[str, typer.Option(help="or for a link of your own: 12.5GB/s,10us")] = "",
-    picture: Annotated[Path | None, typer.Option(help="draw it into this file")] = None,
+    picture: Annotated[Path | None, typer.Option(help="draw the report into this file")] = None,
     limit: Limit = 300,
     json_file: JsonFile = None,
 ) -> None:
-    """Run the command of one process on several, compare, and forecast 8, 64 and 1,024 GPUs."""
+    """Run a command on one and on several processes; compare; forecast 8, 64 and 1,024 GPUs."""
     from lockstep.bench.link import choose_link
     from lockstep.bench.report import Scaling
+    from lockstep.harness.ranks import threads_of_each
 
-    sizes, asked = read_sizes(gpus), choose_link(interconnect, link)
+    sizes, chosen_link = read_sizes(gpus), choose_link(interconnect, link)
     check_places(json_file, picture)
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    each = whole_number(threads) or max(1, (os.cpu_count() or 1) // sizes[-1])
-    with measuring(words, limit, "scaling", each) as bench:
-        found = Scaling.of(words, [bench.measure(ranks, steps) for ranks in sizes], asked)
-    print("\n".join(found.lines()), flush=True)
+    with measuring(words, limit, "scaling", threads_of_each(sizes[-1])) as runs:
+        measured = [runs.measure(ranks, steps) for ranks in sizes]
+        report = Scaling.of(words, measured, chosen_link)
+    print("\n".join(report.lines()), flush=True)
     if picture:
         from lockstep.bench.picture import draw_scaling
 
-        draw_scaling(found, picture)
-    write(json_file, found.to_json())
+        draw_scaling(report, picture)
+    write(json_file, report.to_json())
 
 
 @benching.command(
     "collectives", epilog="Example: lockstep bench collectives --gpus 2", context_settings=AS_TYPED
 )
 def collectives(
-    gpus: Annotated[int, typer.Option(help="processes; all GPUs if not given, else 2")] = 0,
+    gpus: Annotated[
+        int, typer.Option(help="number of processes; by default all GPUs, or 2 without GPUs")
+    ] = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Time all-reduces of many sizes on this machine, and fit latency and bandwidth."""
-    import torch
-
-    from lockstep.bench.collectives import measure_collectives
-    from lockstep.errors import ConfigError
+    from lockstep.bench.collectives import choose_ranks, measure_collectives
 
     check_places(json_file)
-    there = torch.cuda.device_count()
-    gpus = gpus or max(2, there)
-    if gpus < 2 or 0 < there < gpus:
-        raise ConfigError(
-            f"--gpus {gpus} is no number of processes to measure between ({there} GPUs here)",
-            f"--gpus 2 to {there}" if there > 1 else "--gpus 2, with CUDA_VISIBLE_DEVICES= on CPUs",
-        )
-    found = measure_collectives(gpus)
-    print("\n".join(found.lines()), flush=True)
-    write(json_file, found.to_json())
+    times = measure_collectives(choose_ranks(gpus))
+    print("\n".join(times.lines()), flush=True)
+    write(json_file, times.to_json())
 
 
 @benching.command(
@@ -100,10 +87,10 @@ def collectives(
 def bench_input(
     words: Words, steps: Steps = 12, limit: Limit = 300, json_file: JsonFile = None
 ) -> None:
-    """See whether data come as fast as a command's steps eat them."""
+    """See whether the loader is as fast as the steps of a command."""
     from lockstep.bench.report import input_lines
 
-    show(words, "input", steps, limit, json_file, input_lines, looks=False)
+    show(words, "input", steps, limit, json_file, input_lines, profiles=False)
 
 
 @benching.command(
@@ -127,27 +114,25 @@ def show(
     limit_s: float,
     json_file: Path | None,
     lay_out: Any,
-    looks: bool = True,
+    profiles: bool = True,
 ) -> None:
-    """Measure a command as it was typed, and print what was found in one way or another."""
+    """Measure a command as it was typed, and print the figures as `lay_out` says."""
     from dataclasses import asdict
 
     check_places(json_file)
-    with measuring(words, limit_s, what) as bench:
-        found = bench.measure(0, steps, looks=looks)
-    remarks = [f"  remark: {remark}" for remark in found.facts["remarks"]]
-    print("\n".join([*lay_out(found), *remarks]), flush=True)
-    write(json_file, asdict(found))
+    with measuring(words, limit_s, what) as runs:
+        measured = runs.measure(0, steps, profiles=profiles)
+    remarks = [f"  remark: {remark}" for remark in measured.facts["remarks"]]
+    print("\n".join([*lay_out(measured), *remarks]), flush=True)
+    write(json_file, asdict(measured))
 
 
 @contextmanager
 def measuring(
     words: Sequence[str], limit_s: float, what: str, threads: int = 0
-) -> "Iterator[Bench]":
-    """Give a command a folder to be measured in; what it printed is kept only if it failed."""
-    from lockstep.bench.play import Bench
-    from lockstep.errors import LaunchError
-    from lockstep.harness.command import ending_on_signals
+) -> "Iterator[BenchRuns]":
+    """Yield the runs of a command, and print what is being run."""
+    from lockstep.bench.runs import bench_runs
 
     print(f"measuring {what}: {' '.join(words)}", flush=True)
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
@@ -156,20 +141,11 @@ def measuring(
             f"  remark: the machine is busy already: load {load:.1f} on {cores} cores", flush=True
         )
 
-    def tell(name: str, seconds: float) -> None:
+    def report(name: str, seconds: float) -> None:
         print(f"  {name:<10}{seconds:>7.1f} s", flush=True)
 
-    folder = Path(tempfile.mkdtemp(prefix="lockstep_bench_"))
-    is_kept = False
-    try:
-        with ending_on_signals():
-            yield Bench(words, folder, limit_s=limit_s, threads=threads, tell=tell)
-    except LaunchError:
-        is_kept = any(folder.glob("*/output*.txt"))
-        raise
-    finally:
-        if not is_kept:
-            shutil.rmtree(folder, ignore_errors=True)
+    with bench_runs(words, limit_s, threads, report) as runs:
+        yield runs
 
 
 def read_sizes(gpus: str) -> list[int]:
@@ -182,14 +158,16 @@ def read_sizes(gpus: str) -> list[int]:
 
 
 def check_places(json_file: Path | None, picture: Path | None = None) -> None:
-    """Refuse, before minutes are spent on it, what could not be written in the end."""
+    """Refuse, before minutes of measuring, files that could not be written afterwards."""
     from lockstep.errors import ConfigError
 
     for path in (json_file, picture):
         if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path} lies in no folder", "one that exists")
+            raise ConfigError(f"{path} is in a folder that does not exist", "create the folder")
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--picture needs matplotlib", "pip install 'lockstep-train[plots]'")
+        raise ConfigError(
+            "--picture needs matplotlib", "install it: pip install 'lockstep-train[plots]'"
+        )
 
 
 def write(path: Path | None, numbers: dict[str, Any]) -> None:

@@ -175,7 +175,8 @@ def rehearse(
     words: Words,
     limit: Limit = 120,
     without: Annotated[
-        list[str] | None, typer.Option(metavar="PHASE", help="phase to leave out, e.g. validate")
+        list[str] | None,
+        typer.Option(metavar="PHASE", help="phase that is not required, e.g. validate"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
 ) -> None:
@@ -245,7 +246,7 @@ def certify_parity(
 @app.command(epilog="Example: lockstep new circles")
 def new(
     name: Annotated[str, typer.Argument(help="folder of the new project")],
-    force: Annotated[bool, typer.Option("--force", help="overwrite what is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite existing files")] = False,
 ) -> None:
     """Create a project: one short training script and a page about it."""
     from lockstep.cli.new import new as start
@@ -262,7 +263,7 @@ def init(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[SCRIPT ...]", help="your script and its flags")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="overwrite what is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite existing files")] = False,
 ) -> None:
     """Write launch files for your own script."""
     from lockstep.cli.init import init as generate

@@ -74,7 +74,8 @@ def show_plan(
 
     table = Table(*COLUMNS.values())
     for column in table.columns:
-        column.justify, column.overflow = "right", "fold"  # a truncated number would be wrong
+        column.justify = "right"
+        column.overflow = "fold"  # a truncated number would be wrong
     for row in rows:
         table.add_row(*(_cell(row[key]) for key in COLUMNS))
     Console().print(table)

@@ -1,7 +1,6 @@
-"""`lockstep rehearse -- COMMAND`: the very command in miniature, killed and resumed.
+"""`lockstep rehearse -- COMMAND`: a few steps of the command, killed and resumed.
 
-Owns: what is printed of a rehearsal, and its folder. Does not own: the rehearsal
-(`lockstep.rehearse`).
+Owns: the output of a rehearsal, and its folder. Does not own: the rehearsal (`lockstep.rehearse`).
 """
 
 import json
@@ -17,7 +16,7 @@ from lockstep.rehearse.rehearsal import PHASES, Phase, Rehearsal, Report
 
 @ending_on_signals()
 def rehearse(words: Sequence[str], limit_s: float, without: Sequence[str], as_json: bool) -> int:
-    """Rehearse a command, print what was seen, and return the exit code."""
+    """Rehearse a command, print its phases, and return the exit code."""
     if not words:
         raise ConfigError("there is no command", "add one: lockstep rehearse -- python train.py")
     for name in without:
@@ -25,7 +24,7 @@ def rehearse(words: Sequence[str], limit_s: float, without: Sequence[str], as_js
             known = closest(name, PHASES) or f"one of {', '.join(PHASES)}"
             raise ConfigError(f"there is no phase {name!r}", f"pass {known}")
 
-    def tell(phase: Phase) -> None:
+    def print_phase(phase: Phase) -> None:
         if not as_json:
             took = "" if phase.seconds is None else f"{phase.seconds:.1f} s"
             print(f"  {phase.phase:<9}{phase.verdict:<7}{took:>7}  {phase.evidence}", flush=True)
@@ -34,12 +33,12 @@ def rehearse(words: Sequence[str], limit_s: float, without: Sequence[str], as_js
     if not as_json:
         print(f"rehearsing: {' '.join(words)}", flush=True)
     try:
-        report = Rehearsal(words, folder, limit_s, without, tell).run()
+        report = Rehearsal(words, folder, limit_s, without, print_phase).run()
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    is_well = report.verdict == "passed"
-    if is_well:
+    has_passed = report.verdict == "passed"
+    if has_passed:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         report.output = str(folder / "output.txt")
@@ -47,7 +46,7 @@ def rehearse(words: Sequence[str], limit_s: float, without: Sequence[str], as_js
         print(json.dumps(report.to_json()))
     else:
         print(_summary(report), flush=True)
-    return 0 if is_well else 1
+    return 0 if has_passed else 1
 
 
 def _summary(report: Report) -> str:
@@ -65,5 +64,5 @@ def _summary(report: Report) -> str:
             f"incomplete: {', '.join(report.missing)} not seen; "
             f"the command's output is in {report.output}"
         )
-        lines.append("  try: --without PHASE for what this command does not do")
+        lines.append("  try: pass --without PHASE for each phase that this command does not have")
     return "\n".join(lines)

@@ -4,12 +4,10 @@ import importlib
 from collections.abc import Sequence
 
 from lockstep.cli.interrupt import quick_to_interrupt
+from lockstep.cli.words import MAX_PROCESSES
 from lockstep.errors import ConfigError, closest, plain, shown
 from lockstep.launch.recipes import recipe_names
 from lockstep.text_input import whole_number
-
-MAX_PROCESSES = 1024
-"""Per machine: starting more would exhaust it."""
 
 
 def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
@@ -45,7 +43,7 @@ def count_nodes(nodes: int | None, head: str) -> int:
     if nodes is None and head:
         raise ConfigError(
             f"--head {shown(head)} names node 0, and --nodes is missing: how many nodes are there?",
-            "pass --nodes 2, or leave out --head on one machine",
+            "pass --nodes 2, or omit --head on one machine",
         )
     return 1 if nodes is None else nodes
 
@@ -67,19 +65,3 @@ def count_processes(gpus: str) -> int:
             "pass --gpus 2, or --gpus all",
         )
     return number
-
-
-def read_counts(gpus: str) -> list[int]:
-    """Return the numbers of processes in `--gpus 1,2,4`, unique and sorted.
-
-    >>> read_counts("4,1,2")
-    [1, 2, 4]
-    """
-    counts = {whole_number(word.strip(), most=MAX_PROCESSES) for word in gpus.split(",")}
-    numbers = sorted(count for count in counts if count)
-    if len(numbers) < len(counts):
-        raise ConfigError(
-            f"--gpus {plain(gpus)} is not a list of numbers from 1 to {MAX_PROCESSES:,}",
-            "pass --gpus 1,2,4",
-        )
-    return numbers

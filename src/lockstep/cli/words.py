@@ -1,6 +1,6 @@
-"""Arguments that several commands share: the user's command line, and options in seconds.
+"""Arguments that several commands share: the user's command line, seconds, numbers of GPUs.
 
-Owns: passing the user's command on as typed, and refusing mistyped options and impossible times.
+Owns: passing the user's command on as typed, and refusing mistyped options and impossible numbers.
 Does not own: any command of `lockstep`.
 """
 
@@ -11,9 +11,12 @@ import typer
 
 from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.errors import ConfigError, closest, plain
+from lockstep.text_input import whole_number
 
 AS_TYPED = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 """With these settings typer takes an unknown option as the first word: see `check_words`."""
+MAX_PROCESSES = 1024
+"""Per machine: starting more would exhaust it."""
 Typed = TypeVar("Typed", bound=list[str] | None)
 
 
@@ -65,3 +68,19 @@ Limit = Annotated[
         help="treat the command as hung after this many seconds without progress",
     ),
 ]
+
+
+def read_counts(gpus: str) -> list[int]:
+    """Return the numbers of processes in `--gpus 1,2,4`, unique and sorted.
+
+    >>> read_counts("4,1,2")
+    [1, 2, 4]
+    """
+    counts = {whole_number(word.strip(), most=MAX_PROCESSES) for word in gpus.split(",")}
+    numbers = sorted(count for count in counts if count)
+    if len(numbers) < len(counts):
+        raise ConfigError(
+            f"--gpus {plain(gpus)} is not a list of numbers from 1 to {MAX_PROCESSES:,}",
+            "pass --gpus 1,2,4",
+        )
+    return numbers

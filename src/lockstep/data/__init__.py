@@ -1,1 +1,1 @@
-"""Which sample, in which step, on which rank; and how it gets to the device."""
+"""Training and held-out data: the order of samples, reading them, copying to the device."""

@@ -1,6 +1,6 @@
-"""What one rank computes in one step: micro-batches, each with the ids of its samples.
+"""The micro-batches of one rank in one step, each with the ids of its samples.
 
-Owns: the records. Does not own: reading them.
+Owns: the data classes. Does not own: reading samples.
 """
 
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ from lockstep.plan import CutChange
 
 @dataclass(frozen=True, slots=True)
 class WorkerFault:
-    """A worker process that was lost over a leaf, and replaced."""
+    """A worker process that died or hung while reading a leaf, and was replaced."""
 
     pid: int
     happened: str
     seconds: float
-    """Lost by it: from when the leaf was needed until it was there."""
+    """The time lost, from when the leaf was needed until it was read."""
 
     def __str__(self) -> str:
         return f"loader worker {self.pid} {self.happened}; replaced, {self.seconds:.2g} s lost"
@@ -28,7 +28,7 @@ class WorkerFault:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One leaf, read: the collated data and the ids of the samples in it."""
+    """A leaf that has been read: the collated data, and the ids of its samples."""
 
     leaf: Leaf
     ids: Ids
@@ -39,29 +39,29 @@ class MicroBatch:
 
     @property
     def counts(self) -> bool:
-        """Say whether this micro-batch adds to the step; a borrowed one only keeps company."""
-        return not self.leaf.borrowed
+        """Return whether this micro-batch adds to the step; padding does not."""
+        return not self.leaf.is_padding
 
     @property
     def visited(self) -> Ids:
-        """Return every sample that was tried, bad ones included: what the ledger counts."""
+        """Return every sample of the leaf, including skipped ones, for the ledger."""
         return np.append(self.ids, [s for s, _ in self.skipped]) if self.skipped else self.ids
 
     def pin_memory(self) -> "MicroBatch":
-        """Return it with the data in page-locked memory."""
+        """Return the micro-batch with its data in page-locked memory."""
         return replace(self, data=pin(self.data))
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one rank computes in one step."""
+    """The micro-batches of one rank in one step."""
 
     step: int
     epoch: int
     micro_batches: list[MicroBatch]
     consumed: int
-    """Samples the whole run has consumed once this step is done."""
+    """The samples that the run has consumed after this step."""
     num_leaves: int = 0
-    """Micro-batches of the step on all ranks together."""
+    """The number of micro-batches of the step on all ranks together."""
     changed_cut: CutChange | None = None
-    """If the run was resumed with other micro-batches, and nobody has accepted that."""
+    """Set if a resume changed the micro-batches without accept_changes."""

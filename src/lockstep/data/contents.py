@@ -1,6 +1,6 @@
-"""What a sample or a state holds, in four values that processes and runs can compare.
+"""Summarise a sample or a state in four values that processes and runs can compare.
 
-Owns: the digest, and the tolerance for rounding. Does not own: what is compared with what.
+Owns: the digest, and the tolerance for rounding. Does not own: the decision what to compare.
 """
 
 import hashlib
@@ -16,15 +16,15 @@ ROUNDING = 1e-5
 """Relative to the mean size of the floats: processors differ in the last bits of a float."""
 
 Contents = Sequence[Any]
-"""A digest of everything but floats; of the floats a weighted sum, the mean size and the number.
+"""A digest of everything except floats, then the floats' weighted sum, mean size and number.
 Checkpoints of earlier versions lack the number."""
 
 
 def contents_of(value: Any, whole_paths: bool = False) -> list[Any]:
-    """Return the `Contents` of a sample or a state, as JSON can hold them.
+    """Return the `Contents` of a sample or a state as JSON values.
 
-    Of an absolute path only the last part counts, because a copy of the data elsewhere is the
-    same data. Objects of unknown types count by their type alone.
+    Only the last part of an absolute path counts, because a copy of the data in another folder is
+    the same data. For objects of unknown types only the type counts.
 
     Args:
         value: The sample or state.
@@ -48,7 +48,7 @@ def contents_of(value: Any, whole_paths: bool = False) -> list[Any]:
             if whole_paths:
                 flat = np.nan_to_num(flat)
             is_finite = np.isfinite(flat)
-            if not is_finite.all():  # a sum over infinities says nothing: where they are does
+            if not is_finite.all():  # a sum would be inf or NaN, so digest their positions
                 places = np.flatnonzero(~is_finite).astype(np.int64)
                 kinds = np.nan_to_num(flat[places], nan=0.0, posinf=1.0, neginf=-1.0)
                 digest.update(places.tobytes() + kinds.astype(np.int8).tobytes())
@@ -81,7 +81,7 @@ def contents_of(value: Any, whole_paths: bool = False) -> list[Any]:
 
 
 def same_contents(a: Contents, b: Contents) -> bool:
-    """Say whether two values hold the same, apart from the rounding of floats."""
+    """Return whether two values have the same contents, apart from the rounding of floats."""
     tolerance = ROUNDING * (max(a[2], b[2]) or 1.0)
     count = a[3] if len(a) > 3 else 1
     sum_tolerance = tolerance * max(1.0, count**0.5)  # rounding errors add up as a random walk
@@ -93,5 +93,5 @@ def _as_array(tensor: Tensor) -> Any:
     tensor = tensor.detach().cpu()
     try:
         return tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy()
-    except (RuntimeError, TypeError):  # sparse or nested: counts by its type
+    except (RuntimeError, TypeError):  # sparse or nested: only the type counts
         return tensor

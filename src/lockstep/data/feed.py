@@ -1,7 +1,7 @@
-"""To the device, from page-locked memory, without waiting for the copy.
+"""Copy a batch to the device from page-locked memory, without waiting for the copy.
 
-Owns: how a batch travels. Does not own: when; the trainer asks for the next
-batch while the device is busy with the present one, so the host never waits.
+Owns: the copy. Does not own: when to copy. The trainer asks for the next batch while the device
+computes the current one.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from lockstep.nested import map_tensors
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with its tensors on `device`; containers keep their types.
 
-    The copy is queued on the device's stream. A page-locked source stays alive
-    until the copy is done: torch's host allocator holds it back.
+    The copy is queued on the device's stream. torch's host allocator keeps a page-locked source
+    until the copy is done.
     """
     if device.type == "cpu":
         return batch

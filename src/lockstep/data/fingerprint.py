@@ -1,11 +1,12 @@
-"""What a data set holds: on every rank the same, and since a checkpoint unchanged.
+"""Fingerprints of a data set, to compare ranks, and to detect changes since a checkpoint.
 
-Owns: the print that checkpoints keep and ranks compare, and the words for a difference. A
-print does not know where the data lie: a copy elsewhere is the same.
+Owns: the fingerprint (called print here) that checkpoints keep and ranks compare, and the
+messages about differences. Does not own: when to compare. A print does not depend on the folder
+of the data: a copy elsewhere has the same one.
 
-A data set may offer `fingerprint()`: a text for each sample, in order, that changes with
-it; `file_print` makes one of files. Of any other, a few samples are read as the loader
-would, in a process of their own: reading may open files, which forked workers must not share.
+A data set may define `fingerprint()`, which returns a text for each sample, in order, that changes
+with the sample; `file_prints` makes such texts from files. From any other data set a few samples
+are read, in a separate process: reading may open files, which forked workers must not share.
 """
 
 import hashlib
@@ -32,31 +33,33 @@ from lockstep.errors import ConfigError
 from lockstep.randomness import set_all, untouched
 
 MAX_ENTRIES = 4096
-"""Of more samples, several share an entry: a checkpoint keeps at most 32 kB."""
+"""The most entries of a print, 32 kB. With more samples, several share an entry."""
 MAX_READ = 10_000
-"""Of more samples, only so many have their contents looked at, evenly spread."""
-WHOLE_BYTES, PIECE_BYTES, NUM_PIECES = 16_384, 4096, 4
+"""The most samples whose files are read, evenly spread."""
+WHOLE_BYTES = 16_384
+PIECE_BYTES = 4096
+NUM_PIECES = 4
 NUM_NAMES = 64
-"""Of data with prints of their own, every rank compares so many names: that opens no file."""
+"""The number of sample names that every rank compares if the data set has `fingerprint()`."""
 NUM_SAMPLES = 8
 READ_S = 20.0
-"""How long reading them may take; half of it, and no further one is begun."""
+"""The time limit for reading samples; after half of it no further sample is read."""
 
 
 def is_full_print_due(world: Collectives) -> bool:
-    """Say whether this rank calls `fingerprint()`: the ranks of a node see the same files."""
+    """Return whether this rank calls `fingerprint()`: only one per node needs to."""
     return world.is_first or world.local_rank == 0
 
 
 def take_print(
     dataset: Any, seed: int, like: Mapping[str, Any] | None = None, is_full: bool = True
 ) -> dict[str, Any]:
-    """Return the print of a data set: comparable with `like`, if that is given.
+    """Return the print of a data set, comparable with `like` if that is given.
 
-    Unless it `is_full`, that of a data set with `fingerprint()` holds the length alone.
+    If `is_full` is false, the print of a data set with `fingerprint()` is only its length.
 
-    Where `like` was taken by an earlier version, `old_samples` holds samples in its form, for
-    `differences` alone: ranks compare `samples`, and the next checkpoint should hold only those.
+    If an earlier version took `like`, `old_samples` are samples in its form. Only `differences`
+    uses them: ranks compare `samples`, and the next checkpoint stores only `samples`.
     """
     if dataset is None or is_stream(dataset):
         return {}
@@ -76,7 +79,8 @@ def take_print(
     old_form = {int(index) for index, contents in before.items() if len(contents) == 3}
     read = partial(_read_samples, dataset, seed, indices, old_form)
     is_in_memory = isinstance(dataset, list | tuple | TensorDataset)
-    return {"length": length, "samples": {}, **(read() if is_in_memory else _elsewhere(read))}
+    contents = read() if is_in_memory else _in_subprocess(read)
+    return {"length": length, "samples": {}, **contents}
 
 
 def check_same_samples(
@@ -84,26 +88,26 @@ def check_same_samples(
 ) -> bool:
     """Refuse ranks whose prints of a data set differ from the first rank's. Collective.
 
-    Ranks may have read different numbers of samples, because a read takes too long on one of
-    them: those that both have are compared. A rank whose print is not full compares some names,
-    and leaves the contents of the files to the first rank of its node.
+    If reading is slow on a rank, it may have read fewer samples: only samples that both have read
+    are compared. A rank whose print is not full compares some names; the first rank of its node
+    compares the contents of files.
 
     Args:
         what: "training" or "held-out".
-        dataset: Names the samples that differ.
+        dataset: The data set, for the names of samples that differ.
         own: This rank's print.
-        world: Whose ranks are compared.
-        remedy: What to try where they differ.
+        world: The ranks to compare.
+        remedy: The remedy of the error.
 
     Returns:
-        Whether every rank had something to compare.
+        Whether every rank could compare something.
     """
     if world.size == 1 or not own:
         return True
     own = {**own, "names": {} if "samples" in own else _some_names(dataset)}
     first = json.loads(world.all_texts(json.dumps(own) if world.is_first else "{}")[0])
     compared, difference = _compare_with_first(first, own, dataset)
-    # As JSON: the name of a file may hold what UTF-8 cannot encode.
+    # As JSON, because file names may contain bytes that are not UTF-8.
     texts = world.all_texts(json.dumps([compared, difference]))
     for rank, text in enumerate(texts):
         difference = json.loads(text)[1]
@@ -118,20 +122,20 @@ def check_same_samples(
 def _compare_with_first(
     first: Mapping[str, Any], own: Mapping[str, Any], dataset: Any
 ) -> tuple[int, str]:
-    """Return how many entries, samples or names were compared, and how they differ."""
+    """Return the number of compared entries, samples or names, and their differences."""
     if "entries" in first and "entries" in own:
         return len(own["entries"]), differences(first, own, dataset)
     held = "samples" if "samples" in first and "samples" in own else "names"
     compared, different = _compare_samples(first.get(held, {}), own.get(held, {}))
     if not different:
-        # Without names there is nothing to compare here: the first rank of the node has done it.
+        # Without names this rank has nothing to compare, but the first rank of its node has.
         return (compared if held == "samples" else max(1, compared)), ""
     verb = "differs" if len(different) == 1 else "differ"
     return compared, f"{_names(dataset, different)} {verb} ({compared} compared)"
 
 
 def _some_names(dataset: Any) -> dict[str, Any]:
-    """Return the names of a few samples, evenly spread, as ranks can compare them."""
+    """Return the contents of the names of a few samples, evenly spread."""
     if not hasattr(dataset, "describe"):
         return {}
     indices = spread(len(dataset), NUM_NAMES)
@@ -139,14 +143,14 @@ def _some_names(dataset: Any) -> dict[str, Any]:
 
 
 def _compare_samples(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[int, list[int]]:
-    """Return how many samples have contents in both, and which of these differ."""
+    """Return the number of samples that are in both, and those that differ."""
     both = [index for index in a if index in b]
     different = [int(index) for index in both if not same_contents(a[index], b[index])]
     return len(both), different
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return up to `count` indices, the first and the last among them.
+    """Return up to `count` indices, including the first and the last.
 
     >>> spread(10, 4), spread(2, 4)
     ([0, 3, 6, 9], [0, 1])
@@ -156,16 +160,19 @@ def spread(length: int, count: int) -> list[int]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], dataset: Any) -> str:
-    """Say what has changed between two prints; nothing if nothing has."""
+    """Describe what has changed between two prints; "" if nothing has."""
     if not any(kind in old and kind in new for kind in ("entries", "samples")):
         return ""
-    name, grown = partial(_names, dataset), new["length"] - old["length"]
+    name = partial(_names, dataset)
+    grown = new["length"] - old["length"]
     if "samples" in old:
         in_old_form = new.get("old_samples", {})
         _, edited = _compare_samples(old["samples"], {**new["samples"], **in_old_form})
-        said = [f"{abs(grown)} {'added' if grown > 0 else 'removed'}"] if grown else []
-        return ", ".join(said + ([f"other contents: {name(edited)}"] if edited else []))
-    before, now, each = old["entries"], new["entries"], old["per_entry"]
+        changes = [f"{abs(grown)} {'added' if grown > 0 else 'removed'}"] if grown else []
+        return ", ".join(changes + ([f"other contents: {name(edited)}"] if edited else []))
+    before = old["entries"]
+    now = new["entries"]
+    each = old["per_entry"]
     if before == now and old["length"] == new["length"]:
         return ""
     first = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), None)
@@ -195,10 +202,10 @@ Span = tuple[Path, int, int | None]
 
 
 def file_prints(samples: Sequence[tuple[str, Sequence[Path | Span]]]) -> list[str]:
-    """Return a text for each sample, made of a name and of files: sizes, and some of the bytes.
+    """Return a text for each sample, from its name and from the size and some bytes of its files.
 
-    Files up to 16 kB are read whole, larger ones at four places; of more than 10,000 samples
-    only every so manyth. Names should not hold the folder that the data happen to lie in.
+    Files up to 16 kB are read whole, larger ones at four places. If there are more than 10,000
+    samples, the files of only 10,000 are read. Names should not contain the folder of the data.
     """
     every = math.ceil(len(samples) / MAX_READ) or 1
     return [
@@ -222,7 +229,7 @@ def _file_print(file: Path | Span, is_read: bool) -> str:
             return f"{size} {_digest(pieces)}"
         finally:
             os.close(opened)
-    except OSError as error:  # the loader will say so when it gets there
+    except OSError as error:  # the loader reports it when it reads the sample
         return f"unreadable: {error.strerror}"
 
 
@@ -232,9 +239,9 @@ def _file_print(file: Path | Span, is_read: bool) -> str:
 def _read_samples(
     dataset: Any, seed: int, indices: Iterable[int], old_form: Collection[int]
 ) -> dict[str, dict[str, Any]]:
-    """Return what a few samples hold, those in `old_form` also as earlier versions kept it.
+    """Return the contents of a few samples; for those in `old_form` also in the old form.
 
-    Samples that differ from one read to the next are left out.
+    Samples that differ between two reads are skipped.
     """
 
     def read(index: int) -> dict[str, list[Any]]:
@@ -245,7 +252,7 @@ def _read_samples(
             if index in old_form:
                 found["old_samples"] = contents_of(sample, whole_paths=True)
             return found
-        except Exception as error:  # a bad sample is the loader's to name
+        except Exception as error:  # the loader reports bad samples
             return {"samples": [_digest(type(error).__name__.encode()), 0.0, 0.0, 0]}
 
     kept: dict[str, dict[str, Any]] = {"samples": {}}
@@ -254,18 +261,19 @@ def _read_samples(
         for index in indices:
             if time.monotonic() >= ends:
                 break
-            first, second = read(index), read(index)
+            first = read(index)
+            second = read(index)
             for form in first.keys() & second.keys():
                 if same_contents(first[form], second[form]):
                     kept.setdefault(form, {})[str(index)] = first[form]
     return kept
 
 
-def _elsewhere(action: "partial[dict[str, dict[str, Any]]]") -> dict[str, dict[str, Any]]:
-    """Return what `action` does in a forked process; nothing if that dies or takes too long."""
+def _in_subprocess(action: "partial[dict[str, dict[str, Any]]]") -> dict[str, dict[str, Any]]:
+    """Call `action` in a forked process; return {} if that dies or takes too long."""
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(
-        target=_answer, args=(sender, action), daemon=True
+        target=_send_result, args=(sender, action), daemon=True
     )
     child.start()
     sender.close()
@@ -279,8 +287,8 @@ def _elsewhere(action: "partial[dict[str, dict[str, Any]]]") -> dict[str, dict[s
         receiver.close()
 
 
-def _answer(sender: Connection, action: "partial[dict[str, dict[str, Any]]]") -> None:
-    set_num_threads(1)  # those that the parent had are not here: a larger sum would wait for them
+def _send_result(sender: Connection, action: "partial[dict[str, dict[str, Any]]]") -> None:
+    set_num_threads(1)  # a forked process lacks the parent's threads, and would wait for them
     sender.send(action())
 
 

@@ -1,8 +1,7 @@
-"""Samples of like length together: an order, not a special loader.
+"""An order that puts samples of similar length into one micro-batch.
 
-Owns: the permutation of an epoch in which every micro-batch holds samples of like
-length. Does not own: padding. Like every order it is a function of (seed, epoch) and
-the data, the same for every number of ranks, and computable from any position on.
+Owns: the permutation of an epoch. Does not own: padding. Like every order it is a function of
+(seed, epoch) and the data, the same on any number of ranks, and computable from any position.
 """
 
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from lockstep.randomness import derive_seed
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Sort windows of a shuffled epoch by length, cut them into leaves, shuffle the leaves.
+    """Sort windows of a shuffled epoch by length, split them into leaves, shuffle the leaves.
 
-    A larger window wastes less padding, and costs more to seek into: finding a
-    position sorts one window. What does not fill a leaf stays where the shuffle put it,
-    at the end of the epoch, so that `drop_last` drops long and short samples alike.
+    A larger window needs less padding, but seeking takes longer, because it sorts one window.
+    Samples that do not fill a leaf stay unsorted at the end of the epoch, so that `drop_last`
+    does not depend on the length of samples.
 
     >>> order = Grouped(np.array([5, 1, 9, 2, 6, 8]), batch_size=2, seed=0)
     >>> sorted(order.ids(epoch=3, start=0, stop=6).tolist())

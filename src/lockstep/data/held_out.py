@@ -1,6 +1,6 @@
 """This rank's batches of a held-out set.
 
-Owns: how they are cut and shared out. Does not own: what is measured on them.
+Owns: the batches, and the rank of each. Does not own: what is measured on them.
 """
 
 import logging
@@ -24,21 +24,20 @@ def read_held_out(
     seed: int,
     collate: Collate,
     config: LoaderConfig,
-    borrows: bool = False,
+    pads: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield this rank's share of a held-out set, each sample on exactly one rank.
 
-    Batches are cut before they are shared out, so they are the same batches for
-    every number of ranks. A rank that `borrows` has as many as any other: one that
-    does not count comes first.
+    Batches do not depend on the number of ranks. If `pads` is true, all ranks get the same number
+    of batches: on some ranks a padding batch, which does not count, comes first.
     """
     num_leaves = -(-len(dataset) // batch_size)
     plan = BatchPlan(len(dataset), batch_size, num_leaves, len(dataset), world.size)
-    leaves = sorted(leaves_of(plan, 0, world.rank), key=lambda leaf: not leaf.borrowed)
-    mine = [leaf for leaf in leaves if borrows or not leaf.borrowed]
+    leaves = sorted(leaves_of(plan, 0, world.rank), key=lambda leaf: not leaf.is_padding)
+    mine = [leaf for leaf in leaves if pads or not leaf.is_padding]
     reader = build_reader(dataset, Sequential(len(dataset)), seed, collate, config.on_bad_sample)
     for micro_batch in read_leaves(reader, mine, config, world):
-        skipped = (f"{reason}; left out" for _, reason in micro_batch.skipped)
-        for said in (*micro_batch.faults, *skipped):
-            _log.warning("rank %d, evaluation: %s", world.rank, said)
+        skipped = (f"{reason}; skipped" for _, reason in micro_batch.skipped)
+        for message in (*micro_batch.faults, *skipped):
+            _log.warning("rank %d, evaluation: %s", world.rank, message)
         yield micro_batch

@@ -1,6 +1,6 @@
-"""The ledger: proof of which samples were consumed, across ranks, kills and resumes.
+"""The ledger: a digest of the samples consumed, over all ranks, kills and resumes.
 
-Owns: the digest. Does not own: the order it is compared with.
+Owns: the digest. Does not own: the order that it is compared with.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from lockstep.randomness import derive_seed
 class Ledger:
     """A running digest of the (epoch, sample) pairs consumed since the epoch began.
 
-    It is a sum of hashes, so it does not depend on order or on ranks, and parts
-    from several ranks add up to the whole.
+    It is a sum of hashes, so it does not depend on the order of samples, and the ledgers of ranks
+    can be added.
     """
 
     digest: int = 0
@@ -46,10 +46,10 @@ class Ledger:
     def of_epoch(
         cls, order: Order, plan: BatchPlan, epoch: int, end: int | None = None
     ) -> "Ledger":
-        """Return what the ledger must read when `epoch` is complete, or has come to `end`.
+        """Return the expected ledger of `epoch`, complete or up to position `end`.
 
-        An epoch that drops nothing is every sample once, whatever its order says. Of one
-        that drops some, each sample counts once, so an order that repeats one is found out.
+        If the epoch drops no samples, it is every sample once, whatever the order returns. If it
+        drops some, each sample counts only once, so that an order that repeats one is detected.
         """
         end = plan.samples_per_epoch if end is None else end
         if end == plan.num_samples:

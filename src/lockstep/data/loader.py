@@ -1,8 +1,7 @@
-"""A batch iterator whose whole state is one integer: the samples consumed.
+"""A batch iterator whose only state is one integer: the samples consumed.
 
-Owns: having leaves (micro-batches) read in order, in worker processes or here,
-and handing them out a step at a time. Does not own: the order, the reading of a
-leaf, the copy to the device.
+Owns: reading leaves (micro-batches) in order, in worker processes or in this one, and yielding
+them step by step. Does not own: the order, reading a leaf, the copy to the device.
 """
 
 import json
@@ -66,24 +65,25 @@ class LoaderConfig(BaseModel):
     num_workers: NonNegativeInt = 0
     prefetch: int = Field(default=2, ge=1, le=100)
     timeout_s: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S)
-    """When a worker that gives no answer is replaced, or ten times the slowest read, if that
-    is longer. Three in a row fit into the 1800 s that other ranks wait by default."""
+    """Replace a worker that does not answer for this long, or for ten times the slowest read if
+    that is longer. Three in a row fit into the default 1800 s timeout of other ranks."""
     on_bad_sample: Literal["stop", "skip"] = "stop"
 
 
 class Loader:
     """Iterate over the steps of a run: `for batch in Loader(dataset, world, batch_size=32)`.
 
-    All ranks do; they begin together, at the same step, with the same samples, or are refused.
+    Every rank must iterate. Ranks that begin at different steps, or with different samples, are
+    refused.
 
-    Give `plan` or `batch_size`. Set `consumed` (a checkpoint holds it) to go on
-    where a run stopped: reading seeks there, nothing is read again.
+    Pass `plan` or `batch_size`. To continue where a run stopped, call `load_state_dict`, or
+    `seek`: samples before that position are not read.
 
-    A resume on other ranks may cut a step into other micro-batches. `train_step` refuses them
-    where that changes the loss, unless `accept_changes` is true. The first iteration after a
-    resume likewise refuses data that changed since the checkpoint.
+    A resume on another number of ranks may split a step into other micro-batches. `train_step`
+    refuses them if that changes the loss, unless `accept_changes` is true. Likewise the first
+    iteration after a resume refuses data that changed since the checkpoint.
 
-    With LOCKSTEP_REHEARSAL=1 a loop of your own is two epochs of two steps.
+    With LOCKSTEP_REHEARSAL=1 a custom loop is two epochs of two steps.
     """
 
     def __init__(
@@ -112,24 +112,28 @@ class Loader:
             )
         if max_steps is None and epochs is None:
             raise ConfigError("neither epochs nor max_steps is set", "set one of them: epochs=10")
-        self._epochs, self._max_steps = epochs, max_steps
+        self._epochs = epochs
+        self._max_steps = max_steps
         shuffled = Shuffled(self.plan.num_samples, seed)
         self.order = order or (Sequential(STREAM_LENGTH) if is_stream(dataset) else shuffled)
-        self.dataset, self._world = dataset, world
-        self.consumed = self._shift = 0
+        self.dataset = dataset
+        self._world = world
+        self.consumed = 0
+        self._shift = 0
+        """Steps taken so far, minus those that the current plan needs for `consumed` samples."""
         self._config = config or LoaderConfig()
         self._reader = build_reader(dataset, self.order, seed, collate, self._config.on_bad_sample)
         self._print: dict[str, Any] | None = None
-        """What the data hold, taken once; see `take_print`."""
+        """The fingerprint of the data, taken once; see `take_print`."""
         self._saved_print: dict[str, Any] = {}
-        """What the data held at the checkpoint, until they are compared with it."""
+        """The checkpoint's fingerprint of the data, until the data are compared with it."""
         self.is_compared = world.size == 1
         """Whether ranks are known to see the same samples."""
         if isinstance(self._reader, StreamReader) and not self.is_compared:
             self._reader.num_printed = NUM_SAMPLES
 
     def __len__(self) -> int:
-        """Return the steps that are left."""
+        """Return the number of remaining steps."""
         return max(0, self.total_steps - self.step)
 
     @property
@@ -141,43 +145,41 @@ class Loader:
 
     @property
     def step(self) -> int:
-        """Return the steps that have been handed out."""
+        """Return the number of steps that have been yielded."""
         return step_of(self.plan, self.consumed) + self._shift
 
     @property
     def at_epoch_end(self) -> bool:
-        """Say whether the step handed out last was the last of its epoch."""
+        """Return whether the last yielded step was the last of its epoch."""
         return self.consumed > 0 and self.consumed % self.plan.samples_per_epoch == 0
 
     def consumed_before(self, step: int) -> int:
-        """Return the samples that are consumed when `step` steps are done."""
+        """Return the number of samples that are consumed after `step` steps."""
         own = step - self._shift
         return consumed_after(self.plan, own - 1) if own else 0
 
     def seek(self, step: int, consumed: int) -> None:
-        """Go on after `step` steps and `consumed` samples.
+        """Continue after `step` steps and `consumed` samples.
 
-        The two say the same unless an earlier part of the run had another batch
-        size; steps then go on counting from where they were.
+        `step` follows from `consumed`, unless an earlier part of the run had another batch size.
         """
         self.consumed = consumed
         self._shift = step - step_of(self.plan, consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, one integer, and the plan, seed and data it was counted under.
+        """Return the position, and the plan, seed and data fingerprint that it refers to.
 
-        In a loop without a trainer the states of its callbacks are in it, too.
+        In a custom loop it also contains the states of the callbacks.
         """
-        under = {"plan": asdict(self.plan), "seed": self._reader.seed, "data": self._take_print()}
+        facts = {"plan": asdict(self.plan), "seed": self._reader.seed, "data": self._take_print()}
         loop = self._world.custom_loop
         states = {"callbacks": loop.state_dict()} if loop is not None else {}
-        return {"step": self.step, "consumed": self.consumed, **under, **states}
+        return {"step": self.step, "consumed": self.consumed, **facts, **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after as many samples as `state_dict` counted, with the same global batch.
+        """Continue at the position of `state_dict`, with the same global batch.
 
-        The first iteration compares the data with those of the checkpoint, if it says what they
-        held.
+        The first iteration compares the data with the checkpoint's fingerprint, if it has one.
 
         Raises:
             ConfigError: if samples, batch size or seed have changed since.
@@ -199,35 +201,37 @@ class Loader:
             change = CutChange(stored, self.plan)
             self._changed_cut = change if change.matters else None
         self._saved_print = state.get("data", {})
-        self._print = None  # to be taken of the samples that the checkpoint knows
+        self._print = None  # take it again, of the samples in the checkpoint's fingerprint
         self.seek(state["step"], state["consumed"])
         if self._world.custom_loop is not None:
             self._world.custom_loop.load_state_dict(state.get("callbacks", {}))
 
     def __iter__(self) -> Iterator[StepBatch]:
         self._begin_together()
-        steps, rank = range(self.step, self.total_steps), self._world.rank
+        steps = range(self.step, self.total_steps)
+        rank = self._world.rank
         loop = self._world.custom_loop
-        plan, shift = self.plan, self._shift
+        plan = self.plan
+        shift = self._shift
         wanted = (leaf for step in steps for leaf in leaves_of(plan, step - shift, rank))
         read = read_leaves(self._reader, wanted, self._config, self._world)
         for step in steps:
             num_leaves = num_leaves_of(plan, step - shift)
             with self._world.phase("data"):
                 mine = self._read_step(read, math.ceil(num_leaves / plan.world_size))
-            # Consumed, not fetched: whoever saves inside the loop body has trained on this step.
+            # Count the samples before yielding: a save inside the loop body has trained on them.
             self.consumed = consumed_after(plan, step - shift)
-            epoch, change = mine[0].leaf.epoch, self._changed_cut
-            batch = StepBatch(step, epoch, mine, self.consumed, num_leaves, change)
+            epoch = mine[0].leaf.epoch
+            batch = StepBatch(step, epoch, mine, self.consumed, num_leaves, self._changed_cut)
             yield batch
             if loop is not None and loop.is_over(batch, is_last=step + 1 == self.total_steps):
                 return
 
     @own_exit_code()
     def _begin_together(self) -> None:
-        """Refuse ranks that would begin at different steps, or that see different samples."""
+        """Refuse ranks that begin at different steps, or that have different samples."""
         place = f"step {self.step} of {self.total_steps}, {self.plan.num_samples} samples"
-        check_same("places to begin", place, self._world)
+        check_same("start positions", place, self._world)
         if not self.is_compared and not is_stream(self.dataset):
             own = self._take_print()
             check_same_samples("training", self.dataset, own, self._world, SAME_DATA)
@@ -235,24 +239,25 @@ class Loader:
         self._check_unchanged()
 
     def _take_print(self) -> dict[str, Any]:
-        """Return what the data hold, of the samples that the checkpoint knows if there is one."""
+        """Return the fingerprint of the data, comparable with the checkpoint's if there is one."""
         if self._print is None:
             is_full = is_full_print_due(self._world)
-            seed, saved = self._reader.seed, self._saved_print
+            seed = self._reader.seed
+            saved = self._saved_print
             self._print = take_print(self.dataset, seed, saved or None, is_full)
             self._print.pop("old_samples", None)
         return self._print
 
     def _check_unchanged(self) -> None:
-        """Refuse data that are not those of the checkpoint. Collective after a resume."""
+        """Refuse data that changed since the checkpoint. Collective after a resume."""
         saved = self._saved_print
         if not saved:
             return
         own = differences(saved, self._take_print(), self.dataset)
         self._saved_print = {}
-        # Not every rank has looked into all files: what one has found counts for all.
+        # Not every rank reads all files, so all ranks take the first difference that one found.
         found = map(json.loads, self._world.all_texts(json.dumps(own)))
-        change = next((said for said in found if said), "")
+        change = next((text for text in found if text), "")
         if not change:
             return
         problem = f"the training data changed since the checkpoint: {change}"
@@ -269,7 +274,7 @@ class Loader:
     def _read_step(self, read: Iterator[MicroBatch], num_leaves: int) -> list[MicroBatch]:
         """Read this rank's micro-batches of a step; compare the first samples of a stream.
 
-        A stream cannot be read ahead of its first step, as other data are.
+        A stream cannot be compared before its first step, because reading it moves its position.
         """
         if self.is_compared:
             return [next(read) for _ in range(num_leaves)]
@@ -298,7 +303,7 @@ def plan_for(dataset: Any, batch: BatchConfig, world_size: int) -> BatchPlan:
 def _rehearsed(
     dataset: Any, batch_size: int, plan: BatchPlan | None, world_size: int
 ) -> tuple[BatchPlan | None, int | None, int | None]:
-    """Return a plan, epochs and steps for two epochs of two steps, or as many steps of `plan`."""
+    """Return plan, epochs and max_steps of a rehearsal: two epochs of two steps, or four steps."""
     num_epochs = steps_per_epoch = 2
     if plan is not None or is_stream(dataset):
         return plan, None, num_epochs * steps_per_epoch
@@ -310,11 +315,17 @@ def _rehearsed(
 def read_leaves(
     reader: LeafReader, leaves: Iterable[Leaf], config: LoaderConfig, world: Collectives
 ) -> Iterator[MicroBatch]:
-    """Read leaves, in worker processes and a few ahead if asked, and move them to the device."""
+    """Read leaves, with prefetching worker processes if there are any; move them to the device."""
     read: Generator[MicroBatch] = (reader[leaf] for leaf in leaves)
     if config.num_workers and not isinstance(reader, StreamReader):
-        crew = {"num_workers": config.num_workers, "prefetch": config.prefetch}
-        read = read_in_workers(reader, leaves, config.timeout_s, device=world.device, **crew)
+        read = read_in_workers(
+            reader,
+            leaves,
+            config.timeout_s,
+            device=world.device,
+            num_workers=config.num_workers,
+            prefetch=config.prefetch,
+        )
     with closing(read):
         for micro_batch in read:
             if micro_batch.error is not None:

@@ -1,8 +1,7 @@
-"""Which sample goes into which step, on which rank: pure functions, nothing stored.
+"""The step and rank of every sample, as pure functions without state.
 
-Owns: the permutation of an epoch and the cut of a step into leaves. Does not
-own: reading samples. The whole position of a run is one integer, the number of
-samples consumed.
+Owns: the permutation of an epoch, and splitting a step into leaves (micro-batches). Does not own:
+reading samples. The position of a run is one integer, the number of samples consumed.
 """
 
 import math
@@ -29,10 +28,10 @@ class Order(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """A fresh keyed permutation every epoch, computable at any position in O(1).
+    """A keyed permutation for each epoch, computable at any position in O(1).
 
-    A Feistel network over pairs of digits base ceil(sqrt(n)) permutes a square
-    barely larger than n; the few values that fall outside walk on until inside.
+    A Feistel network over pairs of digits in base ceil(sqrt(n)) permutes a square that is barely
+    larger than n. It is applied again to the few values outside of n until they are inside.
 
     >>> sorted(Shuffled(10, seed=0).ids(epoch=3, start=0, stop=10).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -43,7 +42,7 @@ class Shuffled:
 
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
         """Return the sample ids at positions `start` to `stop` of `epoch`."""
-        if stop > self.num_samples:  # such a position would walk forever
+        if stop > self.num_samples:  # the loop below would not end
             raise ValueError(f"an epoch of {self.num_samples} samples has no position {stop - 1}")
         side = np.uint64(math.isqrt(self.num_samples - 1) + 1)
         keys = [
@@ -62,7 +61,7 @@ class Shuffled:
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """The samples as they come, every epoch alike; what evaluation uses."""
+    """The samples in order, the same in every epoch; used for evaluation."""
 
     num_samples: int
 
@@ -73,14 +72,14 @@ class Sequential:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One micro-batch of one step: `place` counts leaves within the step."""
+    """One micro-batch of a step; `place` is its index in the step."""
 
     epoch: int
     place: int
     start: int
     stop: int
-    borrowed: bool = False
-    """Computed only to keep in step with the other ranks; counts for nothing."""
+    is_padding: bool = False
+    """Whether it has weight 0, and is only computed so that all ranks join each collective."""
 
 
 def step_of(plan: BatchPlan, consumed: int) -> int:
@@ -90,39 +89,38 @@ def step_of(plan: BatchPlan, consumed: int) -> int:
 
 
 def consumed_after(plan: BatchPlan, step: int) -> int:
-    """Return how many samples the run has consumed once `step` is done."""
+    """Return the number of samples that the run has consumed after `step`."""
     epoch, index = divmod(step, plan.steps_per_epoch)
     in_epoch = min((index + 1) * plan.global_batch, plan.samples_per_epoch)
     return epoch * plan.samples_per_epoch + in_epoch
 
 
 def leaves_of(plan: BatchPlan, step: int, rank: int) -> list[Leaf]:
-    """Return the leaves of `step` that `rank` computes: a contiguous run of them.
+    """Return the leaves of `step` that `rank` computes, which are consecutive.
 
-    Where leaves do not divide evenly, ranks that would compute one less borrow the
-    last leaf, with weight zero. It costs no time, since the others are busy, and all
-    ranks meet in the same collectives.
+    If leaves do not divide evenly, ranks with one less also compute the last leaf as padding, so
+    that all ranks call the same collectives. This takes no time, since the other ranks are busy.
     """
     epoch, begin, end = _span(plan, step)
     num_leaves = num_leaves_of(plan, step)
 
-    def leaf(place: int, borrowed: bool = False) -> Leaf:
+    def leaf(place: int, is_padding: bool = False) -> Leaf:
         start = begin + place * plan.leaf_size
-        return Leaf(epoch, place, start, min(start + plan.leaf_size, end), borrowed)
+        return Leaf(epoch, place, start, min(start + plan.leaf_size, end), is_padding)
 
     own = [leaf(place) for place in share(num_leaves, rank, plan.world_size)]
-    num_borrowed = math.ceil(num_leaves / plan.world_size) - len(own)
-    return own + [leaf(num_leaves - 1, borrowed=True)] * num_borrowed
+    num_padding = math.ceil(num_leaves / plan.world_size) - len(own)
+    return own + [leaf(num_leaves - 1, is_padding=True)] * num_padding
 
 
 def num_leaves_of(plan: BatchPlan, step: int) -> int:
-    """Return how many leaves a step has; the last of an epoch may have fewer."""
+    """Return the number of leaves of a step; the last step of an epoch may have fewer."""
     _, begin, end = _span(plan, step)
     return math.ceil((end - begin) / plan.leaf_size)
 
 
 def share(num_leaves: int, rank: int, world_size: int) -> range:
-    """Return the places of the leaves that are a rank's own.
+    """Return the places of a rank's leaves, without padding.
 
     >>> [list(share(5, rank, 3)) for rank in range(3)]
     [[0], [1, 2], [3, 4]]
@@ -131,7 +129,7 @@ def share(num_leaves: int, rank: int, world_size: int) -> range:
 
 
 def _span(plan: BatchPlan, step: int) -> tuple[int, int, int]:
-    """Return the epoch of a step, and the positions in it where the step begins and ends."""
+    """Return the epoch of a step, and its first and last position in the epoch."""
     epoch, index = divmod(step, plan.steps_per_epoch)
     begin = index * plan.global_batch
     return epoch, begin, min(begin + plan.global_batch, plan.samples_per_epoch)

@@ -1,10 +1,9 @@
-"""Read one leaf: its samples, collated, or the name of the one that cannot be read.
+"""Read and collate the samples of one leaf, or name the sample that cannot be read.
 
-Owns: what happens between a leaf and a micro-batch, in a worker process or in
-this one. Every sample is read with the random generators seeded by (seed,
-epoch, sample), so augmentation repeats on resume and depends neither on the
-number of workers nor on the number of ranks; where a data set reads a leaf in one
-call (`__getitems__`), by the first sample of it.
+Owns: turning a leaf into a micro-batch, in a worker process or in this one. Does not own: worker
+processes (`workers.py`). Before each sample the random generators are seeded by (seed, epoch,
+sample). So augmentation repeats on resume and does not depend on the number of workers or ranks.
+A data set that reads a leaf in one call (`__getitems__`) is seeded by the first sample.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,18 +22,18 @@ from lockstep.randomness import derive_seed, seed_all, set_all, untouched
 Collate = Callable[[list[Any]], Any]
 
 WINDOW = 1024
-"""How many positions to look up at once: an order takes about as long for 16 as for 1024."""
+"""The number of positions to look up at once: an order takes about as long for 16 as for 1024."""
 
 
 def is_stream(dataset: Any) -> bool:
-    """Say whether samples can only be had one after the other."""
+    """Return whether a data set is a stream, which is read in order and has no index."""
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return isinstance(dataset, IterableDataset) or not indexed
 
 
 @dataclass
 class _Window:
-    """The samples at consecutive positions of an epoch, and what to seed generators by for each."""
+    """The samples at consecutive positions of an epoch, and a seed for each."""
 
     epoch: int
     start: int
@@ -58,13 +57,13 @@ class LeafReader:
     _window: _Window | None = None
 
     def __getitem__(self, leaf: Leaf) -> MicroBatch:
-        with untouched():  # in this process the caller's generators are not ours to move
+        with untouched():  # restores the generators of the training process
             return self.read(leaf)
 
     def read(self, leaf: Leaf) -> MicroBatch:
-        """Read a leaf, moving the global generators."""
+        """Read a leaf; this seeds the global generators."""
         ids, seeds = self._look_up(leaf)
-        samples = self._at_once(leaf, ids)
+        samples = self._in_one_call(leaf, ids)
         if samples is not None:
             return self._collated(leaf, ids, samples)
         return self._one_by_one(leaf, ids, seeds)
@@ -77,34 +76,34 @@ class LeafReader:
             try:
                 samples.append(self.dataset[sample])
                 good.append(sample)
-            except Exception as error:  # whatever a data set raises, the sample is named
+            except Exception as error:  # name the sample, whatever the data set raises
                 problem, remedy = _explain(self.dataset, sample, error)
                 if self.on_bad_sample == "stop":
                     return MicroBatch(leaf, ids, None, error=(problem, remedy))
                 skipped.append((sample, problem))
         if not samples:
             problem = f"every sample of a micro-batch was bad, the first because {skipped[0][1]}"
-            remedy = "look at the data set as a whole before skipping on"
+            remedy = "check the data set before you continue with on_bad_sample=skip"
             return MicroBatch(leaf, ids, None, error=(problem, remedy))
         kept = np.array(good, dtype=np.int64) if skipped else ids
         return self._collated(leaf, kept, samples, tuple(skipped))
 
-    def _at_once(self, leaf: Leaf, ids: Ids) -> list[Any] | None:
-        """Read a leaf in one call where the data set offers it; None if not, or if that fails."""
+    def _in_one_call(self, leaf: Leaf, ids: Ids) -> list[Any] | None:
+        """Read a leaf with `__getitems__`; return None if the data set has none, or it fails."""
         if not hasattr(self.dataset, "__getitems__") or isinstance(self.dataset, Subset):
-            return None  # a subset would offer it, and read one by one itself
+            return None  # a Subset has it, but reads samples one by one
         seed_all(self.seed, "samples", leaf.epoch, int(ids[0]))
         try:
             samples = list(self.dataset.__getitems__(ids.tolist()))
             return samples if len(samples) == len(ids) else None
-        except Exception:  # one by one, the bad one will be named
+        except Exception:  # reading one by one will name the bad sample
             return None
 
     def _look_up(self, leaf: Leaf) -> tuple[Ids, list[int]]:
-        """Return a leaf's samples and their seeds; those of the next leaves are kept for later."""
+        """Return a leaf's samples and their seeds; keep those of the next leaves for later."""
         window = self._window
         if window is None or not window.holds(leaf):
-            num_samples = getattr(self.order, "num_samples", len(self.dataset))  # or fewer
+            num_samples = getattr(self.order, "num_samples", len(self.dataset))
             stop = max(min(leaf.start + WINDOW, num_samples), leaf.stop)
             ids = self.order.ids(leaf.epoch, leaf.start, stop)
             seeds = sample_seeds(self.seed, leaf.epoch, ids)
@@ -117,46 +116,45 @@ class LeafReader:
     ) -> MicroBatch:
         try:
             return MicroBatch(leaf, ids, self.collate(samples), skipped)
-        except Exception as error:  # likewise: raised here, it would be one rank's alone
+        except Exception as error:  # returned, not raised, so that all ranks can fail together
             names = names_of(self.dataset, ids)
             problem = f"cannot make a batch of {names}: {type(error).__name__}: {error}"
-            remedy = "make the samples alike, or pass another collate"
+            remedy = "return samples of the same shape and keys, or pass another collate"
             return MicroBatch(leaf, ids, None, error=(problem, remedy))
 
 
 @dataclass
 class StreamReader(LeafReader):
-    """Read leaves off an iterable: all ranks walk along it, each keeps its own positions.
+    """Read leaves from an iterable: every rank reads all samples and keeps its own.
 
-    A stream that ends begins again. A resumed run walks past what was consumed, which costs
-    reading it.
+    A stream that ends is read again from the start. A resumed run reads the samples before its
+    position again.
     """
 
     num_printed: int = 0
-    """How many samples from the start of the stream to keep the contents of."""
+    """The number of samples at the start of the stream whose contents to keep."""
     contents: dict[str, list[Any]] = field(default_factory=dict)
-    """These contents, by position."""
+    """The contents of these samples, by position."""
     _position: int = 0
     _samples: Iterator[Any] | None = None
 
     def read(self, leaf: Leaf) -> MicroBatch:
-        """Walk on to the end of a leaf, moving the global generators."""
-        if leaf.start < self._position:  # a step is taken again
+        """Read up to the end of a leaf; this seeds the global generators."""
+        if leaf.start < self._position:  # a step is repeated
             if self._samples is self.dataset:
-                problem = (
-                    "a step must be repeated, and an iterator cannot start again from its beginning"
-                )
-                raise DataError(problem, "pass an object with __iter__ in place of an iterator")
-            self._samples, self._position = None, 0
+                problem = "a step must be repeated, but an iterator cannot start again"
+                raise DataError(problem, "pass an object with __iter__ instead of an iterator")
+            self._samples = None
+            self._position = 0
         samples = []
         while self._position < leaf.stop:
             set_all(*sample_seeds(self.seed, leaf.epoch, np.array([self._position])))
             try:
                 sample = self._next()
             except Exception as error:
-                story = _explain(self.dataset, self._position, error)
-                return MicroBatch(leaf, np.array([], dtype=np.int64), None, error=story)
-            if self._position < self.num_printed:  # now: a collate may change it in place
+                message = _explain(self.dataset, self._position, error)
+                return MicroBatch(leaf, np.array([], dtype=np.int64), None, error=message)
+            if self._position < self.num_printed:  # before collate, which may change it in place
                 self.contents[str(self._position)] = contents_of(sample)
             if self._position >= leaf.start:
                 samples.append(sample)
@@ -170,42 +168,42 @@ class StreamReader(LeafReader):
             for sample in self._samples:
                 return sample
             self._samples = None
-        problem = "the stream of training samples is empty, or an iterator at its end"
-        raise DataError(problem, "check where it reads from, or pass an object with __iter__")
+        problem = "the stream of training samples is empty, or is an iterator at its end"
+        raise DataError(problem, "check its source, or pass an object with __iter__")
 
 
 def build_reader(
     dataset: Any, order: Order, seed: int, collate: Collate, on_bad_sample: str
 ) -> LeafReader:
-    """Return the reader that fits a data set: by index, or along a stream."""
+    """Return the reader for a data set with an index, or for a stream."""
     kind = StreamReader if is_stream(dataset) else LeafReader
     return kind(dataset, order, seed, collate, on_bad_sample)
 
 
 def sample_seeds(seed: int, epoch: int, ids: Ids) -> list[int]:
-    """Return what the generators are seeded by for each sample; a hash of each would take 2 us."""
+    """Return the seed of the generators for each sample; `derive_seed` for each would take 2 us."""
     key = np.uint64(derive_seed(seed, "sample", epoch))
     seeds: list[int] = (mix(ids.astype(np.uint64) ^ key) >> np.uint64(1)).tolist()
     return seeds
 
 
 def _explain(dataset: Any, sample: int, error: Exception) -> tuple[str, str]:
-    """Say which sample is bad, by the name its data set has for it."""
+    """Return problem and remedy for a bad sample, with the data set's name for it."""
     if isinstance(error, LockstepError):
         return error.problem, error.remedy
     return (
         f"{_name(dataset, sample)} cannot be read: {type(error).__name__}: {error}",
-        "mend or remove it" + ("" if is_stream(dataset) else ", or set on_bad_sample=skip"),
+        "fix or remove it" + ("" if is_stream(dataset) else ", or set on_bad_sample=skip"),
     )
 
 
 def names_of(dataset: Any, ids: Ids) -> str:
-    """Name the first few of some samples."""
+    """Return the names of the first eight samples."""
     return ", ".join(_name(dataset, sample) for sample in ids.tolist()[:8])
 
 
 def _name(dataset: Any, sample: int) -> str:
     try:
         return str(dataset.describe(sample))
-    except Exception:  # it has no names, or none for a bad sample: that is not what is to be told
+    except Exception:  # no names, or none for a bad sample
         return f"sample {sample}"

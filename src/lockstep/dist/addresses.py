@@ -1,7 +1,7 @@
-"""Which address of this machine to listen on, and which interface has it.
+"""The address of this machine to listen on, and its network interface.
 
-Owns: opening a socket on one address, so that nothing listens on all of them. Does not
-own: what is said over it.
+Owns: opening a socket on one address, so that nothing listens on all of them. Does not own: the
+protocol on that socket.
 """
 
 import errno
@@ -13,14 +13,14 @@ from lockstep.errors import LaunchError
 LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
 LOOPBACK_S = 5.0
-"""How long a connection within this machine may take, which takes microseconds."""
+"""Timeout of a connection within this machine, which normally takes microseconds."""
 
 
 def names_loopback(host: str) -> bool:
-    """Say whether `host` means this machine and no other, wherever it is read.
+    """Return whether `host` always means the local machine.
 
-    A host name may resolve to 127.0.1.1 on the machine that bears it and to a real address
-    everywhere else, so what a name resolves to here proves nothing.
+    A machine may resolve its own host name to 127.0.1.1, and others resolve it to a real address.
+    So names are not resolved here.
 
     >>> [names_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "node1", "10.0.0.7")]
     [True, True, True, False, False]
@@ -56,10 +56,10 @@ def check_loopback() -> None:
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on the address `host` names here.
+    """Return a socket that listens on the address of `host`, if this machine has it.
 
-    None if this machine has no such address (it is behind NAT, or in a container), or if a name
-    resolves to loopback here while others may need to reach it.
+    Returns None if it does not (behind NAT, or in a container), or if a name resolves to loopback
+    here although others may need to reach it.
 
     Raises:
         OSError: if the port is taken.
@@ -70,9 +70,9 @@ def listen_at(host: str, port: int) -> socket.socket | None:
 
 
 def own_addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Return those addresses of `host` that this machine can listen on, IPv4 first.
+    """Return the addresses of `host` that this machine can listen on, IPv4 first.
 
-    A loopback address counts only if `host` names loopback outright.
+    A loopback address counts only if `names_loopback(host)`.
     """
     found = {
         (family, str(address[0]))
@@ -86,7 +86,7 @@ def own_addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def _is_own(family: socket.AddressFamily, address: str) -> bool:
-    """Say whether this machine has `address`."""
+    """Return whether this machine has `address`."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
@@ -100,7 +100,7 @@ def _is_own(family: socket.AddressFamily, address: str) -> bool:
 def interface_towards(host: str) -> str | None:
     """Return the name of the interface through which this machine reaches `host`.
 
-    None if it cannot be known: no route, or a name that resolves to loopback here only.
+    Returns None without a route, or if a name resolves to loopback only on this machine.
     """
     import psutil
 

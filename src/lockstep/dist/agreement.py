@@ -1,7 +1,7 @@
-"""Fail together: what goes wrong on one rank is raised on all, in its words.
+"""Fail together: raise an error of one rank on all ranks.
 
-Owns: how an error travels between ranks, and seeing that they agree. Does not own: what may go
-wrong.
+Owns: sending an error between ranks, and checking that ranks agree. Does not own: the causes of
+errors.
 """
 
 import hashlib
@@ -24,26 +24,27 @@ T = TypeVar("T")
 
 SAME_STATE = (
     "make it the same on every rank: sum it over ranks (context.world.all_sum) or key it by "
-    "sample, or leave it out of Task.state()"
+    "sample, or remove it from Task.state()"
 )
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Of batch normalization: every rank has its own, and checkpoints keep the first rank's."""
+"""Buffers of batch normalisation. They may differ between ranks; checkpoints keep the first
+rank's."""
 
 
 def together(world: Collectives, action: Callable[[], T], *, every_exception: bool = False) -> T:
-    """Do `action` on every rank; if it fails on one, fail on all in its words. Collective.
+    """Do `action` on every rank; if it fails on one, raise its error on all. Collective.
 
     Args:
         every_exception: Agree on exceptions of any kind, for code of the task. The rank that
-            raised one raises it again; the others raise an OtherRankError. Not where `action`
-            holds collectives without a vote before each: a rank that fails would meet those of
-            the others with its vote.
+            raised one raises it again; the others raise an OtherRankError. Do not use it if
+            `action` contains collectives without a vote before each: the vote of a rank that
+            fails would be paired with a collective of the others.
     """
     problem: Exception | None = None
     try:
         result = action()
     except Exception as error:
-        if is_shared(error):  # the other ranks raise it too: they do not vote here
+        if is_shared(error):  # the other ranks raise it too, and do not vote here
             raise
         if not (every_exception or isinstance(error, LockstepError)):
             raise
@@ -53,37 +54,38 @@ def together(world: Collectives, action: Callable[[], T], *, every_exception: bo
 
 
 def is_shared(error: BaseException) -> bool:
-    """Say whether every rank leaves with this error, or with one about it."""
+    """Return whether every rank raises this error, or one about it."""
     return getattr(error, "is_shared", False)
 
 
 @contextmanager
 def voting_before_collectives(world: Collectives) -> Iterator[None]:
-    """Hold a vote before each collective of `world` in the block.
+    """Vote before each collective of `world` in the block.
 
-    A rank that fails in the block then meets a vote of the others, whatever they do next.
+    So the vote of a rank that fails in the block is paired with a vote of the others.
     """
+    before = world.before_collective
     world.before_collective = lambda: agree_to_continue(world)
     try:
         yield
     finally:
-        world.before_collective = None
+        world.before_collective = before
 
 
 def agree_to_continue(world: Collectives, problem: Exception | None = None, stop: int = 0) -> None:
-    """Raise on every rank what one of them met: an error, or a request to stop. Collective.
+    """Raise on every rank if one has an error or a request to stop. Collective.
 
-    `together` ends with this vote, so an action may hold further votes of this kind: a rank whose
-    action fails meets the next vote of the others, and all of them leave with its error.
+    `together` ends with this vote. So an action may contain more of these votes: if the action
+    fails on one rank, its vote is paired with the next vote of the others, and all raise its error.
 
     Args:
         problem: This rank's error.
         stop: The exit code of this rank's stop signal, or 0.
 
     Raises:
-        LockstepError: a rank had a problem; this rank's own if the others cannot be reached. A
-            `problem` of another kind is raised as it is.
-        StopRequested: none had, and a rank was asked to stop.
+        LockstepError: a rank has a problem; this rank's own if the others cannot be reached. A
+            `problem` of another kind is raised unchanged.
+        StopRequested: no rank has a problem, and one was asked to stop.
     """
     with _own_error_if_cut_off(problem):
         stop, failed = world.all_max(stop, int(problem is not None))
@@ -94,21 +96,21 @@ def agree_to_continue(world: Collectives, problem: Exception | None = None, stop
 
 
 def raise_together(world: Collectives, problem: Exception | None) -> NoReturn:
-    """Raise the first rank's error that has one, on every rank. Collective.
+    """Raise the error of the first rank that has one, on every rank. Collective.
 
-    An exception that is not ours is raised where it came up, with its traceback; the other ranks
-    raise an OtherRankError.
+    A rank raises its own exception, with its traceback, if that is not a LockstepError; the other
+    ranks raise an OtherRankError.
     """
-    if problem is not None and is_shared(problem):  # then it is on every rank
+    if problem is not None and is_shared(problem):  # every rank has it
         raise problem
     with _own_error_if_cut_off(problem):
-        texts = world.all_texts(json.dumps(_story(problem)))
-    stories = [json.loads(text) for text in texts]
-    rank, (kind, text, remedy) = next((r, story) for r, story in enumerate(stories) if story)
+        texts = world.all_texts(json.dumps(_as_json(problem)))
+    reports = [json.loads(text) for text in texts]
+    rank, (kind, text, remedy) = next((r, report) for r, report in enumerate(reports) if report)
     if problem is not None and not isinstance(problem, LockstepError):
         problem.is_shared = True  # type: ignore[attr-defined]
         raise problem
-    where = "" if all(stories) else f"rank {rank}: "
+    where = "" if all(reports) else f"rank {rank}: "
     error: LockstepError = getattr(errors, kind)(where + text, remedy)
     error.is_shared = True
     raise error
@@ -116,7 +118,7 @@ def raise_together(world: Collectives, problem: Exception | None) -> NoReturn:
 
 @contextmanager
 def _own_error_if_cut_off(problem: Exception | None) -> Iterator[None]:
-    """Raise this rank's own error where the block cannot reach the others, if it has one."""
+    """Raise this rank's own error, if any, when the block cannot reach the other ranks."""
     try:
         yield
     except RuntimeError as unreachable:
@@ -125,12 +127,12 @@ def _own_error_if_cut_off(problem: Exception | None) -> Iterator[None]:
         raise problem from unreachable
 
 
-def _story(problem: Exception | None) -> list[str]:
-    """Return an error as ranks tell each other: its kind, what is wrong, and what to try."""
+def _as_json(problem: Exception | None) -> list[str]:
+    """Return an error to send to other ranks: class name, problem and remedy; [] for None."""
     if problem is None:
         return []
     if isinstance(problem, LockstepError):
-        # Of an error that a task derived from ours, the name that every rank knows.
+        # A task may derive its own class; send the nearest one that every rank knows.
         kinds = [kind.__name__ for kind in type(problem).__mro__ if hasattr(errors, kind.__name__)]
         return [kinds[0], problem.problem, problem.remedy]
     place = traceback.extract_tb(problem.__traceback__)[-1]
@@ -145,25 +147,22 @@ def check_same(
     world: Collectives,
     remedy: str = "pass the same flags on every node, and use folders that all nodes share",
 ) -> None:
-    """Refuse a run whose ranks do not agree on something they must share. Collective."""
-    said = world.all_texts(local)
-    if len(set(said)) > 1:
-        rank = next(rank for rank, text in enumerate(said) if text != said[0])
-        short = " against ".join(_around_difference(said[0], said[rank]))
-        raise ConfigError(
-            f"ranks 0 and {rank} see different {what}: {short}",
-            remedy,
-        )
+    """Refuse a run whose ranks have different values where they must be the same. Collective."""
+    texts = world.all_texts(local)
+    if len(set(texts)) > 1:
+        rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+        short = " against ".join(_around_difference(texts[0], texts[rank]))
+        raise ConfigError(f"ranks 0 and {rank} see different {what}: {short}", remedy)
 
 
 def _around_difference(a: str, b: str) -> tuple[str, str]:
-    """Return both texts, cut to where they part."""
+    """Return the part of both texts around their first difference."""
     start = max(0, next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0) - 30)
     return a[start : start + 60], b[start : start + 60]
 
 
 def state_difference(state: Mapping[str, Any], world: Collectives) -> str:
-    """Say where a task's state differs between ranks; nothing if it is the same. Collective.
+    """Describe where a task's state differs between ranks; "" if it is the same. Collective.
 
     A checkpoint keeps the first rank's state only. Floats may differ by rounding.
     """
@@ -180,10 +179,10 @@ def first_difference(
 ) -> str:
     """Compare named values with the first rank's; return one difference, or "". Collective.
 
-    Ranks vote on a hash of the values. Only where it differs do they exchange the values.
+    Ranks compare a hash of the values. Only if it differs do they exchange the values.
 
     Args:
-        describe: Says how the first rank's values differ from those of another rank.
+        describe: Describes how the first rank's values differ from those of another rank.
     """
     if world.size == 1:
         return ""
@@ -194,12 +193,12 @@ def first_difference(
     if highest == -lowest:
         return ""
     first = json.loads(world.all_texts(text if world.is_first else "{}")[0])
-    said = world.all_texts(describe(first, own, world.rank))
-    return next((difference for difference in said if difference), "")
+    differences = world.all_texts(describe(first, own, world.rank))
+    return next((difference for difference in differences if difference), "")
 
 
 def _values(state: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what a state holds by dotted name: each tensor, and each value at the top."""
+    """Yield the values of a state by dotted name: each tensor, and each value at the top."""
     for key, value in state.items():
         name = f"{above}{key}"
         is_branch = isinstance(value, Mapping) and any(
@@ -212,7 +211,7 @@ def _values(state: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def _shown(value: Any) -> str:
-    """Return a single value as text; of others, nothing."""
+    """Return a single value as text; "" for any other value."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     is_single = isinstance(value, int | float | str | None)

@@ -1,10 +1,10 @@
 """Batch normalisation over all ranks: N ranks with a batch of b equal one with N x b.
 
-Owns: the statistics and their gradients. Does not own: which models want it.
-torch's own version runs on GPUs only, and ranks must equal one on the CPU too.
+Owns: the statistics and their gradients. Does not own: the choice of models that use it. torch's
+own version runs on GPUs only; this one also runs on the CPU.
 
-With accumulation this equality ends: each rank has a contiguous run of the step's micro-batches,
-and the first ones of all ranks are normalised together, then the second ones, and so on.
+With accumulation N ranks no longer equal one: the first micro-batches of all ranks are normalised
+together, then the second ones, and so on.
 """
 
 from collections.abc import Iterator
@@ -26,15 +26,15 @@ from lockstep.torch_compat.private import BATCH_NORMS, check_batch_norm_input
 class SyncBatchNorm(nn.Module):
     """Normalise by the mean and variance of all ranks' micro-batches together.
 
-    In evaluation it is ordinary batch normalisation. `synchronise_batch_norm` gives a layer a class
-    that is this one and the layer's own: `isinstance(layer, nn.BatchNorm2d)` holds on any number
-    of ranks, and so does everything else about the layer.
+    In evaluation it is ordinary batch normalisation. `synchronise_batch_norm` gives a layer a
+    class derived from this one and from the layer's class, so that
+    `isinstance(layer, nn.BatchNorm2d)` stays true.
     """
 
     counts = True
     """Whether this rank's micro-batch adds to the statistics; padding does not."""
     world: Collectives
-    # The layer's own.
+    # Attributes of the layer.
     eps: float
     momentum: float | None
     affine: bool
@@ -51,11 +51,11 @@ class SyncBatchNorm(nn.Module):
         check_batch_norm_input(self, x)
         axes = [axis for axis in range(x.ndim) if axis != 1]
         shape = [1, -1] + [1] * (x.ndim - 2)
-        wide = x if x.dtype == torch.float64 else x.float()  # sums of bf16 lose what they count
+        wide = x if x.dtype == torch.float64 else x.float()  # bf16 cannot hold the count
         count = x.numel() // x.shape[1]
         sums = self._all_sum(torch.cat([wide.sum(axes), wide.new_tensor([count])]))
         mean, num = sums[:-1] / sums[-1], sums[-1]
-        if count == 1 and num == 1:  # padding has the samples of a micro-batch: every rank sees it
+        if count == 1 and num == 1:  # padding is as large as a micro-batch: all ranks raise this
             raise ConfigError(
                 f"batch normalisation has 1 value for each of {x.shape[1]} channels on all ranks "
                 "together, and a variance needs 2",
@@ -63,7 +63,7 @@ class SyncBatchNorm(nn.Module):
             )
         centred = wide - mean.view(shape)
         variance = self._all_sum(centred.square().sum(axes)) / num
-        self._remember(mean.detach(), (variance * num / (num - 1)).detach())
+        self._update_statistics(mean.detach(), (variance * num / (num - 1)).detach())
         scale = torch.rsqrt(variance + self.eps)
         if not self.affine:
             return (centred * scale.view(shape)).to(x.dtype)
@@ -73,13 +73,13 @@ class SyncBatchNorm(nn.Module):
     def _all_sum(self, local: Tensor) -> Tensor:
         """Return the sum over the ranks whose micro-batches count, carrying gradients. Collective.
 
-        Padding adds zeros that depend on its input: all ranks then sum gradients backward, too.
+        Padding adds zeros that depend on its input, so that all ranks join the backward sum.
         """
         if not self.counts:
             local = local.masked_fill(torch.ones_like(local, dtype=torch.bool), 0.0)
         return self.world.all_sum_with_grad(local)
 
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+    def _update_statistics(self, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None:
             return
         self.num_batches_tracked += 1
@@ -102,24 +102,24 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
 
 @cache
 def synchronised(kind: Any) -> type[SyncBatchNorm] | None:
-    """Return `kind` over all ranks; None if it computes something of its own."""
+    """Return `kind` over all ranks, or None if it overrides the computation."""
     for own in (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d):
         if kind in own.__bases__:
             return own
-    # A layer without parameters yet becomes an ordinary one when it gets them.
+    # A lazy layer changes its class when its parameters are created.
     if kind.forward is not nn.BatchNorm1d.forward or issubclass(kind, LazyModuleMixin):
         return None
     return type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {})
 
 
 def synchronise_batch_norm(model: nn.Module, world: Collectives) -> None:
-    """Let every batch normalisation of `model` see the micro-batches of all ranks.
+    """Make every batch normalisation of `model` use the micro-batches of all ranks.
 
     A layer stays the same object and only changes its class. So it keeps its hooks, and is
-    synchronised wherever the model refers to it. torch's own `nn.SyncBatchNorm` is left as it is.
+    synchronised wherever the model refers to it. torch's own `nn.SyncBatchNorm` is not changed.
 
     Raises:
-        ConfigError: naming a layer that computes something of its own.
+        ConfigError: naming a layer that overrides the computation.
     """
     layers: list[tuple[str, Any]] = [
         (name, layer)
@@ -132,7 +132,7 @@ def synchronise_batch_norm(model: nn.Module, world: Collectives) -> None:
         if synchronised(kind) is None or "forward" in vars(layer):
             raise ConfigError(
                 f"sync_batch_norm cannot synchronise {name or 'the model'}, a "
-                f"{kind.__name__}: it would lose what that layer computes in its own way",
+                f"{kind.__name__}: that layer overrides the computation of batch normalisation",
                 "use nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d there, or set "
                 "sync_batch_norm=false",
             )
@@ -143,18 +143,18 @@ def synchronise_batch_norm(model: nn.Module, world: Collectives) -> None:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Say whether `model` normalises over a batch while it is trained; a frozen layer does not."""
+    """Return whether a layer of `model` normalises over batches, that is, is in training mode."""
     return any(isinstance(m, BATCH_NORMS) and m.training for m in model.modules())
 
 
 def synchronises_itself(model: nn.Module) -> bool:
-    """Say whether `model` comes with torch's own synchronised batch normalisation."""
+    """Return whether `model` contains torch's own synchronised batch normalisation."""
     return any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
 
 
 @contextmanager
 def padding(model: nn.Module) -> Iterator[None]:
-    """Keep a micro-batch that does not count out of the statistics of every SyncBatchNorm."""
+    """Exclude the padding micro-batch in the block from the statistics of every SyncBatchNorm."""
     layers = [m for m in model.modules() if isinstance(m, SyncBatchNorm)]
     for layer in layers:
         layer.counts = False
@@ -190,7 +190,7 @@ def padded_step(plan: BatchPlan, num_steps: int) -> int | None:
 
 
 def refuse_other_cut(model: nn.Module, change: CutChange) -> None:
-    """Refuse micro-batches of another size where the model normalises over each of them.
+    """Refuse micro-batches of another size if the model normalises over each of them.
 
     Raises:
         ConfigError: with the samples that statistics saw and would see.

@@ -1,10 +1,10 @@
-"""What the ranks of a process group do together: sums, gathers, votes.
+"""Collectives of a process group: sums, gathers, votes.
 
-Owns: every collective, and its backward pass where gradients flow through it. Does not own:
-joining the group (`world.py`), nor what is sent or when.
+Owns: every collective, and its backward pass if it carries gradients. Does not own: joining the
+group (`world.py`), or the decision what to send and when.
 
-Functions that communicate start with `all_`: every rank must call them, in the
-same order, or the group waits for the one that did not.
+Methods that communicate start with `all_`. Every rank must call them, in the same order;
+otherwise the group waits for the rank that did not.
 """
 
 from collections.abc import Callable
@@ -34,17 +34,17 @@ class Collectives:
         """Called before each collective, while it is set."""
         self.phase = Phases()
         self.num_collectives = 0
-        """How many this rank has taken part in, but for gradients that DDP and FSDP exchange."""
+        """The number of collectives so far, without the gradient exchanges of DDP and FSDP."""
         self.custom_loop: Any = None
-        """The `CustomLoop` whose callbacks are to be called, outside of a run."""
+        """The `CustomLoop` that calls the callbacks outside of a run."""
         self.is_in_run = False
-        """Whether `prepare` has built a run that has not ended."""
-        # What ranks tell each other through the host, NCCL alone cannot carry.
+        """Whether a run that `prepare` has built is still active."""
+        # NCCL cannot send tensors in host memory.
         self._host = dist.new_group(backend="gloo") if backend == "cuda:nccl" else None
 
     @property
     def is_first(self) -> bool:
-        """Say whether this is the rank that prints and writes for all."""
+        """Return whether this is the rank that prints and writes for all."""
         return self.rank == 0
 
     def all_sum(self, value: Tensor) -> Tensor:
@@ -67,8 +67,8 @@ class Collectives:
     def all_max(self, *values: int) -> list[int]:
         """Return the largest of each number over all ranks, through the host. Collective.
 
-        This is how ranks agree on what only one of them may know (a signal, a
-        bad sample): it never waits for the GPU.
+        Ranks use it to agree on an event that only one of them may have seen, such as a signal or
+        a bad sample. It never waits for the GPU.
         """
         self._announce()
         if self.size == 1:
@@ -87,13 +87,13 @@ class Collectives:
     def all_gather(self, local: Tensor) -> Tensor:
         """Concatenate `local` over ranks along its first axis, in rank order. Collective.
 
-        Carries gradients, and the first axis may differ between ranks. A gather
-        that drops gradients gives the right loss and a wrong step.
+        It carries gradients: without them the loss would be right and the step wrong. The length
+        of the first axis may differ between ranks.
         """
         return local if self.size == 1 else _Gather.apply(local, self)  # type: ignore[no-untyped-call]
 
     def barrier(self) -> None:
-        """Wait until every rank is here. Collective."""
+        """Wait until every rank calls this. Collective."""
         self.all_max(0)
 
     def all_lengths(self, length: int) -> list[int]:
@@ -102,15 +102,16 @@ class Collectives:
         lengths[self.rank] = length
         return self.all_sum(lengths).tolist()
 
-    def _announce(self) -> None:
-        """Count a collective and call `before_collective`; those inside it are not announced."""
-        self.num_collectives += 1
-        announce, self.before_collective = self.before_collective, None
-        if announce is not None:
+    def _announce(self, is_counted: bool = True) -> None:
+        """Count a collective and call `before_collective`, but not for collectives inside it."""
+        self.num_collectives += is_counted
+        callback = self.before_collective
+        self.before_collective = None
+        if callback is not None:
             try:
-                announce()
+                callback()
             finally:
-                self.before_collective = announce
+                self.before_collective = callback
 
     def _group(self, value: Tensor) -> Any:
         return self._host if value.device.type == "cpu" else None
@@ -118,7 +119,7 @@ class Collectives:
     def all_parts(self, local: Tensor, lengths: list[int] | None = None) -> list[Tensor]:
         """Return every rank's rows, in rank order, without gradients. Collective.
 
-        Give `lengths`, where all ranks know how many rows each has, to spare asking.
+        Pass `lengths`, if all ranks know how many rows each has, to save a collective.
         """
         self._announce()
         if self.size == 1:
@@ -131,28 +132,31 @@ class Collectives:
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def all_sum_later(self, value: Tensor) -> torch.futures.Future[Any]:
-        """Start summing `value` over ranks, in place. Collective."""
-        self._announce()
+        """Start summing `value` over ranks, in place. Collective.
+
+        Gradients travel this way, so `num_collectives` leaves it out.
+        """
+        self._announce(is_counted=False)
         return dist.all_reduce(value, async_op=True).get_future()  # type: ignore[no-any-return]
 
     def exchange(
         self, sent: Tensor, lengths: list[int]
     ) -> tuple[Tensor, torch.futures.Future[Any]]:
-        """Send row r of `sent` to rank r; return what arrives, one rank's after the other's.
+        """Send row r of `sent` to rank r; return what this rank receives, in rank order.
 
-        `lengths` says how many numbers each rank sends here. The result is to be read when the
-        future is there. Collective.
+        `lengths` are the numbers of elements that each rank sends to this one. Read the result
+        after the future has completed. Collective.
         """
         self._announce()
         received = sent.new_empty(sum(lengths))
-        flat, even = sent.flatten(), [sent[0].numel()] * self.size
+        sent_lengths = [sent[0].numel()] * self.size
         work = dist.all_to_all_single(
-            received, flat, lengths, even, group=self._group(sent), async_op=True
+            received, sent.flatten(), lengths, sent_lengths, group=self._group(sent), async_op=True
         )
         return received, work.get_future()
 
     def all_pieces(self, piece: Tensor) -> Tensor:
-        """Concatenate pieces of one length over ranks. Collective."""
+        """Concatenate pieces of equal length over ranks. Collective."""
         self._announce()
         whole = piece.new_empty(self.size * piece.numel())
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # by version
@@ -161,7 +165,7 @@ class Collectives:
 
 
 class _Sum(torch.autograd.Function):
-    """Sum forward; every rank's result depends on our value, so sum the gradients backward."""
+    """Sum forward; sum the gradients backward, since every rank's result depends on our value."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, world: Collectives) -> Tensor:

@@ -1,8 +1,8 @@
-"""Replicate a model over ranks, and what that does to its gradients and state.
+"""Replicate a model over ranks and average its gradients.
 
-Owns: the wrapper that averages gradients, how they travel, and the way back to the bare module.
-Does not own: when gradients are exchanged; the step says so. Nor a model that is cut over
-ranks (`fsdp.py`): it has no wrapper, and averages gradients after every micro-batch.
+Owns: the wrapper that averages gradients, the dtype and size of what is sent, and unwrapping.
+Does not own: when gradients are exchanged, which the step decides, or sharded models (`fsdp.py`),
+which have no wrapper and average gradients after every micro-batch.
 """
 
 from collections.abc import Iterable
@@ -33,28 +33,28 @@ T = TypeVar("T")
 
 
 class GradientConfig(BaseModel):
-    """How gradients travel between ranks. On one rank they stay, and none of this matters."""
+    """How gradients are sent between ranks. It has no effect on a single rank."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     exchange_in: Literal["same", "bf16", "fp16"] = "same"
-    """What gradients are rounded to before they are sent and averaged; `same`: to nothing."""
+    """Round gradients to this type before they are sent and averaged; `same`: do not round."""
     bucket_mb: PositiveInt | None = None
-    """How much is sent at a time; unless said, torch's choice: 1 MB, then 25 MB each."""
+    """Megabytes to send at a time (default: torch's choice, 1 MB, then 25 MB each)."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Return what gradients are sent as, or None for what they are."""
+        """Return the type that gradients are sent in, or None for their own type."""
         return {"same": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.exchange_in]
 
     def raise_if_unfit(self, exact: bool, parallel: str) -> None:
-        """Refuse what the way that gradients are summed cannot do."""
+        """Refuse settings that exact mode or FSDP cannot follow."""
         if exact and self != GradientConfig():
-            raise ValueError("exact fixes how gradients are sent and summed: leave out gradients")
+            raise ValueError("exact fixes how gradients are sent and summed: unset gradients")
         if parallel == "fsdp" and (self.bucket_mb or self.exchange_in == "fp16"):
             raise ValueError(
-                "fsdp sends blocks, not buckets, and does not scale them to what fp16 can hold: "
-                "leave out gradients.bucket_mb, and set gradients.exchange_in to bf16"
+                "fsdp sends blocks, not buckets, and does not scale gradients for fp16: "
+                "unset gradients.bucket_mb, and set gradients.exchange_in to bf16"
             )
 
 
@@ -67,14 +67,17 @@ def replicate(
     """Put `model` on this rank's device; with several ranks, average its gradients.
 
     All ranks start from the first rank's weights. The forward pass does not synchronise buffers:
-    `train_step` does at its end, or whoever uses them (`sync_buffers`).
-    A model that was replicated before is replicated again, with the parameters that require a
-    gradient now. `way` is how gradients travel, unless as they are, or as they did before; a
-    `ExactReducer` sums them, alike for any number of ranks. A sharded model is left as it is.
+    `train_step` does so at its end, or call `sync_buffers` before you use them. A replicated
+    model is replicated again, for the parameters that now require a gradient. A sharded model is
+    returned unchanged.
+
+    Args:
+        way: How gradients are averaged; by default as before, or with an `Averaging`. An
+            `ExactReducer` sums them to the same bits on any number of ranks.
 
     Raises:
-        ConfigError: on all ranks, if they have other parameters or do not train the same ones; or
-            an embedding would make sparse gradients.
+        ConfigError: on all ranks, if their parameters or trained parameters differ, or if an
+            embedding has sparse gradients.
     """
     for name, layer in unwrap(model).named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
@@ -90,7 +93,7 @@ def replicate(
     check_same_model(unwrap(model), world)
     model = unwrap(model).to(world.device)
     if isinstance(way, ExactReducer):
-        way.follow(model)
+        way.set_model(model)
     if world.size == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
     return Replica(model, world, way or Averaging(world), bucket_mb)
@@ -120,24 +123,24 @@ class Replica(DistributedDataParallel):
         )
         check_reducer(self)
         self.exchanges = exchanges
-        self.is_exchanged = False
-        """Whether the last bucket of a backward pass was sent: they go out in order."""
         self.pace = Pace(world.device)
         self.trained = TrainedParameters(model)
         self._known = {id(parameter) for parameter in model.parameters()}
         exchange: Any = type(exchanges).exchange
         pace = self.pace
 
+        # The hook must not hold the replica, which holds the hook: garbage collection cannot look
+        # into torch's reducer, and a replica that is not freed keeps hooks on the parameters.
         def send(exchanges: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             if bucket.is_last():
-                self.is_exchanged = True
+                exchanges.has_sent_all = True
                 pace.end()
             return exchange(exchanges, bucket)  # type: ignore[no-any-return]
 
         self.register_comm_hook(exchanges, send)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer of tensors whose gradients are not exchanged.
+        """Refuse an optimizer with tensors whose gradients are not exchanged.
 
         Raises:
             ConfigError: with the parameter group and the shape.
@@ -146,21 +149,21 @@ class Replica(DistributedDataParallel):
         check_registered(optimizer, self._known, "the replicated model", remedy)
 
     def begin_exchanges(self) -> None:
-        """Count from here what a backward pass has exchanged."""
-        self.is_exchanged = False
+        """Start to count the buckets that a backward pass exchanges."""
+        self.exchanges.has_sent_all = False
         self.exchanges.num_sent = 0
         self.pace.begin()
 
     def check_exchanged(self) -> None:
-        """Refuse a backward pass after which some gradients would be a rank's own.
+        """Refuse a backward pass that did not average all gradients.
 
         Raises:
             ConfigError: naming the parameters without a gradient.
         """
-        if self.is_exchanged:
+        if self.exchanges.has_sent_all:
             self.pace.begin()
             return
-        problem = "no gradient was averaged: the loss calls not the model, but what is in it"
+        problem = "the loss called model.module directly, so DDP did not average its gradients"
         numbers = without_gradient(self)
         if numbers or self.exchanges.num_sent:
             trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
@@ -168,13 +171,14 @@ class Replica(DistributedDataParallel):
             problem = f"a micro-batch has no gradient for {names or 'some parameters'}"
         raise ConfigError(
             f"{problem}; the weights would differ between ranks",
-            "call model(...), freeze unused parameters, or add 0 * p.sum() of others to the loss",
+            "call model(...), freeze unused parameters, or add 0 * p.sum() for them to the loss",
         )
 
-    def answer_exchanges(self) -> None:
-        """Take part, with zeros, in what is left of a backward pass that failed on this rank.
+    def send_remaining_zeros(self) -> None:
+        """Send zeros for the remaining buckets of a backward pass that failed on this rank.
 
-        The other ranks then finish the pass and can be told. Replicate the model again afterwards.
+        So the other ranks finish the pass and can learn of the failure. Replicate the model again
+        afterwards.
         """
         self.exchanges.has_failed = True
         send_zeros(self, self.exchanges.num_sent)
@@ -184,15 +188,18 @@ class Averaging:
     """Averages gradients over ranks, and counts the buckets sent.
 
     Args:
-        dtype: What they are rounded to for the way; unless given, they travel as they are, and
-            the average is what torch would make of them by itself.
+        dtype: The type to round gradients to before they are sent. By default they are not
+            rounded, and the average is the one that torch computes.
     """
 
     num_sent = 0
+    has_sent_all = False
+    """Whether a backward pass has sent its last bucket; buckets are sent in order."""
     has_failed = False
 
     def __init__(self, world: Collectives, dtype: torch.dtype | None = None) -> None:
-        self.world, self.dtype = world, dtype
+        self.world = world
+        self.dtype = dtype
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start averaging a bucket."""
@@ -200,29 +207,30 @@ class Averaging:
         return self.average(bucket.buffer())
 
     def average(self, grads: Tensor) -> torch.futures.Future[Tensor]:
-        """Start averaging numbers over ranks, in place; a subclass may do so in its own way.
+        """Start averaging numbers over ranks, in place; a subclass may override this.
 
         The result must be the same on every rank. Collective.
         """
-        world, dtype = self.world, self.dtype
+        world = self.world
+        dtype = self.dtype
         if dtype in (None, grads.dtype):
             return world.all_sum_later(grads.div_(world.size)).then(lambda done: done.value()[0])
         scale = _fp16_scale(grads, world) if dtype == torch.float16 else grads.new_ones(1)
         sent = torch.mul(grads, scale / world.size, out=torch.empty_like(grads, dtype=dtype))
 
-        def arrive(done: torch.futures.Future[Any]) -> Tensor:
-            if scale.is_cuda:  # a stream of its own: the memory is not to be given away before
+        def unscale(done: torch.futures.Future[Any]) -> Tensor:
+            if scale.is_cuda:  # runs on another stream, so keep the memory until it is done
                 scale.record_stream(torch.cuda.current_stream())
             return torch.div(done.value()[0], scale, out=grads)
 
-        return world.all_sum_later(sent).then(arrive)
+        return world.all_sum_later(sent).then(unscale)
 
 
 def _fp16_scale(grads: Tensor, world: Collectives) -> Tensor:
     """Return the power of two that brings the largest number of all ranks to 2**15. Collective.
 
-    Losses are sums over however many units there are: as they come, they may lie anywhere, and
-    fp16 ends at 65,504 and gets coarse below 6e-5.
+    Losses are sums over any number of units, so gradients can have any size. fp16 ends at 65,504
+    and loses precision below 6e-5.
     """
     largest = torch.linalg.vector_norm(grads, torch.inf).float()[None]
     exponent = torch.cat(world.all_parts(largest, [1] * world.size)).max().frexp().exponent
@@ -230,15 +238,15 @@ def _fp16_scale(grads: Tensor, world: Collectives) -> Tensor:
 
 
 def own_seconds(model: nn.Module) -> float:
-    """Return what this rank's steps took by themselves since the last call; 0 if nobody timed."""
+    """Return the seconds of this rank's own work since the last call; 0 if not measured."""
     return model.pace.interval() if isinstance(model, Replica) else 0.0
 
 
 @torch.no_grad()
 def sync_buffers(model: nn.Module, world: Collectives) -> None:
-    """Give all ranks the first rank's buffers, running statistics among them. Collective.
+    """Give all ranks the first rank's buffers, such as running statistics. Collective.
 
-    Expanded ones are left out.
+    Expanded buffers are skipped.
     """
     if world.size == 1:
         return
@@ -247,10 +255,10 @@ def sync_buffers(model: nn.Module, world: Collectives) -> None:
 
 @torch.no_grad()
 def all_tensors_from_first(tensors: Iterable[Tensor], world: Collectives) -> None:
-    """Give all ranks the first rank's tensors, however they lie in memory. Collective.
+    """Give all ranks the first rank's tensors, of any type and layout. Collective.
 
-    All of them travel as the bytes of one tensor, the widest types first, so that each lies at
-    an address that its type can be read from.
+    They are sent as the bytes of one tensor. The widest types come first, so that each tensor is
+    aligned for its type.
     """
     buffers = [b for b in tensors if b.numel() and not _is_expanded(b)]
     buffers.sort(key=lambda buffer: -buffer.element_size())
@@ -264,15 +272,15 @@ def all_tensors_from_first(tensors: Iterable[Tensor], world: Collectives) -> Non
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Say whether one element stands at many indices: such a tensor cannot be written to."""
+    """Return whether several indices share one element: such a tensor cannot be written to."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in sizes)
 
 
 def unwrap(model: T) -> T:
-    """Return the module that was replicated, whose names are those of the checkpoint.
+    """Return the module inside a replicated model: its parameter names are the checkpoint's.
 
-    Anything else comes back as it is.
+    Any other object is returned unchanged.
     """
     replica = replica_of(model)
     if replica is not None:
@@ -281,6 +289,6 @@ def unwrap(model: T) -> T:
 
 
 def replica_of(model: object) -> Replica | None:
-    """Return the replica that `model` is, or that `torch.compile` has wrapped; else None."""
+    """Return `model` as a Replica, also if `torch.compile` has wrapped it; otherwise None."""
     inner = uncompiled(model)
     return inner if isinstance(inner, Replica) else None

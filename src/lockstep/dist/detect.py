@@ -1,7 +1,7 @@
-"""What the launch variables say: how many processes there are, and which one this is.
+"""Interpret the launch variables: the number of processes, and the rank of this one.
 
-Owns: the names that launchers use, and what contradicts what. Pure: it is given
-the variables; only `environment.py` reads the environment.
+Owns: the names that launchers use, and detecting contradictions. All functions are pure: only
+`environment.py` reads the environment.
 """
 
 import math
@@ -17,12 +17,12 @@ from lockstep.text_input import whole_number
 LAUNCH_ID = "LOCKSTEP_LAUNCH_ID"
 """Set by `lockstep launch` to its TORCHELASTIC_RUN_ID; a torchrun below it sets another run id."""
 MAX_TIMEOUT_S = 1e8
-"""Three years: more than any collective should take, and what a timer can hold."""
+"""Three years: more than any collective should take, and within the range of timers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the launch variables say, before anything is started."""
+    """The launch variables of a process."""
 
     rank: int = 0
     size: int = 1
@@ -32,14 +32,14 @@ class Launch:
     port: int | None = None
     launcher: str = "python"
     job: str = ""
-    """What starts this command, and again when it dies: a job, or an agent."""
+    """The id of the job or agent that starts this command, and restarts it after a failure."""
     is_again: bool = False
     has_agent: bool = False
-    """Whether an agent of torch's started it, torchrun's or ours, which may hold the store."""
+    """Whether a torch agent, torchrun's or ours, started it; the agent may own the store."""
 
 
-# One row per way to be started: which variables hold rank, size, local rank and
-# local size. A row counts when its first two variables are set.
+# For each launcher, the variables of rank, size, local rank and local size. A launcher is detected
+# if its first two variables are set.
 _ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _OPEN_MPI = (
@@ -53,7 +53,7 @@ _Row = tuple[int, int, int | None, int | None]
 
 
 def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None) -> Launch:
-    """Read who this process is from the variables its launcher set. Pure.
+    """Read the rank of this process from the variables that its launcher set. Pure.
 
     Understands `lockstep launch`, torchrun (also below accelerate and torch.distributed.launch),
     the five variables set by hand, `srun` with one task per GPU, and MPI. Inside an sbatch script
@@ -61,7 +61,7 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
 
     Args:
         env: The environment.
-        local_rank_argument: The value of `--local-rank`, used where `env` has none; -1 is none.
+        local_rank_argument: The value of `--local-rank`, used if `env` has none; -1 means none.
 
     >>> detect_launch({}).size
     1
@@ -72,14 +72,14 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
         LaunchError: if variables are missing, malformed or contradict each other.
     """
     if ("RANK" in env) != ("WORLD_SIZE" in env):
-        raise _contradiction(env, "RANK and WORLD_SIZE belong together, and one is missing")
+        raise _contradiction(env, "RANK and WORLD_SIZE must both be set, and one is missing")
     found = _read_rows(env)
     if local_rank_argument is not None and local_rank_argument < 0:
         local_rank_argument = None
     if not found:
         return Launch(local_rank=local_rank_argument or 0, **_started(env))
 
-    # torchrun under srun: the step's tasks are nodes, and torchrun knows its own ranks better.
+    # torchrun under srun: the tasks of the step are nodes, so trust torchrun's ranks.
     has_agent = "TORCHELASTIC_RUN_ID" in env
     if not has_agent and len({(rank, size) for _, (rank, size, _, _) in found}) > 1:
         raise _contradiction(env, "the launchers disagree about rank or size")
@@ -93,7 +93,7 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
 
     head, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if launcher == "srun":
-        # Ranks on one node need no address that the network can reach.
+        # Ranks on one node can use localhost.
         nodes = "localhost" if local_size == size else env.get("SLURM_STEP_NODELIST", "localhost")
         head = head or _first_host(nodes)
         port = port or str(_port_from(f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"))
@@ -107,7 +107,7 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
     if head and re.fullmatch(r"[!-~]{1,255}", head) is None:
         raise _contradiction(env, f"{shown(head)} is not the name or address of a host")
     if size > 1 and not (head and port):
-        raise _contradiction(env, f"{size} processes need MASTER_ADDR and MASTER_PORT to meet")
+        raise _contradiction(env, f"{size} processes need MASTER_ADDR and MASTER_PORT")
     return Launch(
         rank=rank,
         size=size,
@@ -127,10 +127,10 @@ def _agent_name(env: Mapping[str, str]) -> str:
 
 
 def check_size(launch: Launch, env: Mapping[str, str]) -> None:
-    """Refuse a group of another size than was asked for. Pure.
+    """Refuse a group whose size is not LOCKSTEP_EXPECTED_RANKS. Pure.
 
-    `lockstep launch` sets LOCKSTEP_EXPECTED_RANKS, and a user may. A process that no launcher
-    started may be a helper of a rank, and has merely inherited the variable.
+    `lockstep launch` or a user sets the variable. It is ignored without a launcher, because a
+    subprocess of a rank inherits it.
 
     Raises:
         LaunchError: with both numbers.
@@ -146,25 +146,25 @@ def check_size(launch: Launch, env: Mapping[str, str]) -> None:
 
 
 def _started(env: Mapping[str, str]) -> dict[str, Any]:
-    """Say who starts this command, and whether it is not for the first time."""
+    """Return the job that starts this command, and whether it is a restart."""
     counts = [env.get(f"{who}_RESTART_COUNT") for who in ("TORCHELASTIC", "SLURM", "LOCKSTEP")]
     job = env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID", "")
     if job == "none" and env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"):
-        # No id, but a folder for its logs: .../none_x/attempt_0/0/error.json. Each machine has one.
+        # Without an id, use the folder of its logs: .../none_x/attempt_0/0/error.json.
         job = (env.get("TORCHELASTIC_ERROR_FILE", "").split("/")[-4:-3] or [job])[0]
     return {"job": job, "is_again": any(count not in (None, "", "0") for count in counts)}
 
 
 def _read_rows(env: Mapping[str, str]) -> list[tuple[str, _Row]]:
-    """Return what each launcher says that left its variables, the most trusted first."""
+    """Return the variables of each detected launcher, the most trusted first."""
     known = (("env", _ENV), ("srun", _SLURM), ("mpi", _OPEN_MPI), ("mpi", _MPICH))
     found = [
         (launcher, _read_row(env, names))
         for launcher, names in known
         if names[0] in env and names[1] in env
     ]
-    # Others start from SLURM steps: mpirun's daemons are one task per node, and the shell that
-    # salloc opens is a step of one task. Such a step does not count the processes started from it.
+    # Other launchers run inside SLURM steps: mpirun's daemons are one task per node, and salloc's
+    # shell is a step of one task. The variables of such a step do not describe our processes.
     mpi = [row[:2] for launcher, row in found if launcher == "mpi"]
     step = next((row[:2] for launcher, row in found if launcher == "srun"), None)
     if step and len(found) > 1 and (step == (0, 1) or (mpi and step not in mpi)):
@@ -194,7 +194,7 @@ def _read_row(env: Mapping[str, str], names: tuple[str, str, str, str]) -> _Row:
 
 
 def _tasks_on(node: str, tasks_per_node: str) -> int | None:
-    """Return the tasks SLURM placed on one node of a step, or None where it does not say.
+    """Return the number of a step's tasks on one node, or None if it is not known.
 
     >>> [_tasks_on(node, "4(x2),3") for node in ("0", "1", "2", "3")]
     [4, 4, 3, None]
@@ -222,12 +222,12 @@ def _contradiction(env: Mapping[str, str], problem: str) -> LaunchError:
 
 
 def shows_traceback(env: Mapping[str, str]) -> bool:
-    """Say whether LOCKSTEP_TRACEBACK=1 asks for the traceback of errors raised on purpose."""
+    """Return whether LOCKSTEP_TRACEBACK=1 asks for the traceback of lockstep errors."""
     return env.get("LOCKSTEP_TRACEBACK", "0") not in ("", "0")
 
 
 def collective_timeout_s(env: Mapping[str, str], configured: float) -> float:
-    """Return how long a collective may wait: NCCL_TIMEOUT (seconds) if set, else `configured`.
+    """Return the timeout of collectives: NCCL_TIMEOUT (seconds) if set, else `configured`.
 
     Raises:
         LaunchError: if NCCL_TIMEOUT is not a positive number of seconds.

@@ -1,7 +1,6 @@
-"""The launch environment of this process: its rank, its device, its settings.
+"""The environment variables of this process.
 
-Owns: reading and setting environment variables. Does not own: what the launch variables mean
-(`detect.py`).
+Owns: reading and setting them. Does not own: interpreting the launch variables (`detect.py`).
 """
 
 import os
@@ -16,33 +15,33 @@ from lockstep.text_input import whole_number
 
 
 def is_rehearsal() -> bool:
-    """Say whether LOCKSTEP_REHEARSAL=1 asks for the run in miniature."""
+    """Return whether LOCKSTEP_REHEARSAL=1 asks for a rehearsal."""
     return os.environ.get("LOCKSTEP_REHEARSAL", "0") not in ("", "0")
 
 
 def rehearsal_folder() -> Path | None:
-    """Return where `lockstep rehearse` keeps what a loop without a trainer saves."""
+    """Return the folder in which `lockstep rehearse` keeps the checkpoints of a custom loop."""
     folder = os.environ.get("LOCKSTEP_REHEARSAL_FOLDER", "")
     return Path(folder) if is_rehearsal() and folder else None
 
 
 def shows_traceback() -> bool:
-    """Say whether LOCKSTEP_TRACEBACK=1 asks for the traceback of errors raised on purpose."""
+    """Return whether LOCKSTEP_TRACEBACK=1 asks for the traceback of lockstep errors."""
     return detect.shows_traceback(os.environ)
 
 
 def inside_slurm_job() -> bool:
-    """Say whether SLURM may send this process signals."""
+    """Return whether SLURM may send signals to this process."""
     return "SLURM_JOB_ID" in os.environ
 
 
 def callback_names() -> str:
-    """Return what LOCKSTEP_CALLBACKS names: `module:Class`, separated by commas."""
+    """Return LOCKSTEP_CALLBACKS: `module:Class`, separated by commas."""
     return os.environ.get("LOCKSTEP_CALLBACKS", "")
 
 
 def tool_folder() -> Path:
-    """Return LOCKSTEP_TOOL_FOLDER, where a tool and the callback it attached exchange files.
+    """Return LOCKSTEP_TOOL_FOLDER, in which a tool and its callback exchange files.
 
     Raises:
         LaunchError: it is not set.
@@ -50,19 +49,19 @@ def tool_folder() -> Path:
     folder = os.environ.get("LOCKSTEP_TOOL_FOLDER", "")
     if not folder:
         raise LaunchError(
-            "LOCKSTEP_TOOL_FOLDER is not set, which this callback reads",
+            "this callback needs LOCKSTEP_TOOL_FOLDER, which is not set",
             "start the command through the tool: lockstep rehearse, certify, bench or doctor",
         )
     return Path(folder)
 
 
 def default_variable(name: str, value: str) -> None:
-    """Set an environment variable that nobody has set, for libraries that read no other way."""
+    """Set an environment variable if it is not set, for libraries that have no other option."""
     os.environ.setdefault(name, value)
 
 
 def launched() -> Launch:
-    """Return who this process is without joining anything; alone if the variables make no sense."""
+    """Return the launch variables without joining a group; those of one process if invalid."""
     try:
         return detect_launch(os.environ)
     except LaunchError:
@@ -70,7 +69,7 @@ def launched() -> Launch:
 
 
 def launched_rank() -> int:
-    """Return this process's rank without joining anything."""
+    """Return this process's rank without joining a group."""
     return launched().rank
 
 
@@ -83,15 +82,15 @@ def planned_size() -> int:
 
 
 def group_timeout_s(configured: float) -> float:
-    """Return how long a collective may wait: NCCL_TIMEOUT (seconds) if set, else the config's."""
+    """Return the timeout of collectives: NCCL_TIMEOUT (seconds) if set, else `configured`."""
     return collective_timeout_s(os.environ, configured)
 
 
 def leave_process(code: int) -> NoReturn:
-    """End this process now, after flushing.
+    """Flush the output and end this process now.
 
-    A gloo group may still abort the interpreter on its way out although it was
-    destroyed; a command that has nothing left to do leaves before that.
+    A destroyed gloo group may still abort the interpreter at exit. A command that is done avoids
+    this by skipping the exit functions.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,10 +1,11 @@
-"""Cut a model over ranks, each with some rows of every parameter: for what fits on no single GPU.
+"""Shard a model that does not fit on a single GPU: each rank has some rows of every parameter.
 
-Owns: what is cut and gathered as one, and the way from a whole tensor to a rank's rows and back.
-Does not own: the gathers and sums of a step, which are torch's (`fully_shard`); nor files.
+Owns: the blocks that are sharded and gathered together, and converting between a whole tensor and
+a rank's rows. Does not own: the gathers and sums of a step, which torch does (`fully_shard`), or
+files.
 
-A tensor that is cut is a `DTensor`: it has the shape of the whole, and each rank consecutive
-rows of it, as many as any other but for the last ones, which may have fewer or none.
+A sharded tensor is a `DTensor`. It has the shape of the whole, and each rank has consecutive rows
+of it: the same number on every rank, except that the last ranks may have fewer or none.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,15 +27,15 @@ def shard(
     blocks: Iterable[nn.Module] = (),
     via: torch.dtype | None = None,
 ) -> nn.Module:
-    """Cut the parameters of `model` over ranks, in place, and put them on the ranks' devices.
+    """Shard the parameters of `model` in place, and put them on the ranks' devices. Collective.
 
-    A block is whole only while it computes; what is in none, while the model does. All ranks
-    start from the first rank's weights. What is a single number stays whole on every rank.
-    Gradients are rounded to `via`, if given, before they are sent and averaged.
-    Alone, there is nothing to cut. Collective.
+    A block is gathered only while it computes; parameters outside of blocks, while the model
+    does. All ranks start from the first rank's weights. A parameter that is a single number is
+    not sharded. Gradients are rounded to `via`, if given, before they are sent and averaged. On
+    a single rank nothing is sharded.
 
     Raises:
-        ConfigError: a parameter cannot be cut.
+        ConfigError: two blocks share a parameter.
     """
     if world.size == 1:
         return model.to(world.device)
@@ -43,21 +44,21 @@ def shard(
 
     named = dict(model.named_parameters())
     single = {parameter for parameter in named.values() if not parameter.dim()}
-    # Of the group there is: where that is gloo on GPUs, torch would make one of NCCL.
+    # Use the existing group: if it is gloo on GPUs, torch would make another one with NCCL.
     mesh = DeviceMesh.from_group(group.WORLD, world.device.type)  # type: ignore[arg-type]
     form: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=via)}
     for part in (*_innermost_first(model, blocks), model):
         for parameter in part.parameters():
-            if not is_dtensor(parameter):  # a block at a time: the device could not hold them all
+            if not is_dtensor(parameter):  # one block at a time, because all may not fit
                 parameter.data = parameter.data.to(world.device).contiguous()
                 world.all_from_first(parameter.data)
-        # The root, too, is cut again after its forward pass: an average that is put into the
-        # weights between two evaluations would not reach what is still gathered.
+        # Reshard the root, too, after its forward pass: an average that is copied into the shards
+        # between two evaluations would not reach weights that are still gathered.
         fully_shard(part, reshard_after_forward=True, ignored_params=single, **form)
     if lost := named.keys() ^ dict(model.named_parameters()).keys():
         raise ConfigError(
             f"parallel=fsdp would shard {', '.join(sorted(lost))} twice: blocks share it",
-            "leave those blocks out of Task.blocks, or use parallel=ddp",
+            "remove those blocks from Task.blocks, or use parallel=ddp",
         )
     for buffer in model.buffers():
         buffer.data = buffer.data.contiguous()
@@ -66,15 +67,16 @@ def shard(
 
 
 def _innermost_first(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the blocks to cut, each after those inside it; a bare list of modules is none."""
-    chosen, lists = set(blocks) - {model}, (nn.ModuleList, nn.ModuleDict)
+    """Return the blocks to shard, each after those inside it; a list of modules is no block."""
+    chosen = set(blocks) - {model}
+    lists = (nn.ModuleList, nn.ModuleDict)
     found = [part for part in model.modules() if part in chosen and not isinstance(part, lists)]
     return [part for part in reversed(found) if any(True for _ in part.parameters())]
 
 
 @contextmanager
 def gathered_whole(model: nn.Module, unless: bool = False) -> Iterator[None]:
-    """Let every rank have all of the weights inside the block, for calls of its own. Collective."""
+    """Gather all weights on every rank inside the block, so that ranks may differ. Collective."""
     parts: list[Any] = [p for p in model.modules() if is_sharded(p) and not unless]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
@@ -88,7 +90,7 @@ def gathered_whole(model: nn.Module, unless: bool = False) -> Iterator[None]:
 
 
 def raise_if_out_of_reach(error: RuntimeError) -> None:
-    """Say in our words that a forward pass has met rows where it needs the whole."""
+    """Raise a ConfigError if a forward pass used sharded weights where it needs whole ones."""
     if MIXED_SHARDS in str(error):
         problem = "parallel=fsdp: weights are used outside the forward pass of their block"
         remedy = "return only modules that the model calls from Task.blocks"
@@ -96,34 +98,36 @@ def raise_if_out_of_reach(error: RuntimeError) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether a model is cut over ranks: each of its forward passes is then a collective."""
+    """Return whether a model is sharded: then each of its forward passes is a collective."""
     return hasattr(type(model), "unshard")
 
 
 def is_dtensor(value: Any) -> bool:
-    """Say whether ranks hold some rows each of a tensor."""
-    return hasattr(value, "placements")  # importing DTensor to ask would take a second
+    """Return whether a tensor is sharded."""
+    return hasattr(value, "placements")  # importing DTensor would take a second
 
 
-def rows_of(cut: Any) -> tuple[Tensor, int]:
-    """Return this rank's rows of a tensor that is cut, and the number of the first."""
-    mesh, num_rows = cut.device_mesh, len(cut)
+def rows_of(sharded: Any) -> tuple[Tensor, int]:
+    """Return this rank's rows of a sharded tensor, and the index of the first."""
+    mesh = sharded.device_mesh
+    num_rows = len(sharded)
     each = -(-num_rows // mesh.size())
-    return cut.detach().to_local(), min(mesh.get_local_rank() * each, num_rows)
+    return sharded.detach().to_local(), min(mesh.get_local_rank() * each, num_rows)
 
 
 def local_rows(tensors: Iterable[Any]) -> list[Tensor]:
-    """Return what this rank has of each tensor, in the same memory: its rows, or all of it."""
+    """Return this rank's rows of each tensor, or all of an unsharded one, without copying."""
     return [tensor.detach().to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
 
 
 def sums_and_norm(local: Tensor, grads: list[Tensor], world: Collectives) -> tuple[Tensor, Tensor]:
     """Return `local`, summed over ranks, and the norm of the gradient. Collective.
 
-    `grads` are this rank's rows of the gradients. Parameters that are a single number cannot be
-    cut: their gradients are averaged in passing, for it takes no further collective.
+    `grads` are this rank's rows of the gradients. Parameters that are a single number are not
+    sharded; their gradients are averaged in the same collective.
     """
-    rows, single = [g for g in grads if g.dim()], [g for g in grads if not g.dim()]
+    rows = [g for g in grads if g.dim()]
+    single = [g for g in grads if not g.dim()]
     square = get_total_norm(rows).double().square()
     total = world.all_sum(torch.stack([*local, square, *(g.double() for g in single)]))
     num = len(local)
@@ -134,12 +138,12 @@ def sums_and_norm(local: Tensor, grads: list[Tensor], world: Collectives) -> tup
 
 
 def gathered(tensor: Any) -> Tensor:
-    """Return all of a tensor. Collective where it is cut."""
+    """Return the whole tensor. Collective if it is sharded."""
     return cast(Tensor, tensor.detach().full_tensor() if is_dtensor(tensor) else tensor)
 
 
 def shard_like(whole: Tensor, target: Any) -> Tensor:
-    """Return this rank's rows of a whole tensor, cut as `target` is; or, if it is not, all."""
+    """Return `whole`, sharded like `target` if that is sharded."""
     if not is_dtensor(target):
         return whole
     from torch.distributed.tensor import DTensor

@@ -34,10 +34,10 @@ class Clock:
         return event
 
     def between(self, first: Any, second: Any) -> float:
-        """Return the seconds between two marks; on a GPU, call `settle` first."""
+        """Return the seconds between two marks; on a GPU, call `synchronize` first."""
         return float(first.elapsed_time(second)) / 1e3 if self.on_gpu else float(second - first)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has reached every mark."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)

@@ -1,11 +1,11 @@
-"""Where this rank stands, in a small file that its launcher can read after the rank was killed.
+"""The progress of this rank, in a small file that its launcher can read after the rank is killed.
 
-Owns: the counters of this process, and their place in the file. Does not own: when they change
-(`world.py` counts joining the group, `run/build.py` and `trainer.py` count runs and steps), nor
-what a launcher concludes from them.
+Owns: the counters of this process, and the layout of the file. Does not own: when they change
+(`world.py` counts joins, `run/build.py` and `trainer.py` count runs and steps), or what a launcher
+concludes from them.
 
-The file is mapped into memory, so that writing a counter costs no system call. Without a launcher
-that asks for the file, the counters lie in memory of this process alone.
+The file is mapped into memory, so that writing a counter costs no system call. If no launcher asks
+for the file, the counters are only in this process's memory.
 """
 
 import mmap
@@ -27,7 +27,7 @@ class Position:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Return the counters that a rank has shared; those of the start if it has not."""
+        """Return the counters in a rank's file, or the initial ones if there is none."""
         try:
             values = path.read_bytes()
         except OSError:
@@ -38,9 +38,9 @@ class Position:
         """Keep the counters in a file from now on.
 
         Raises:
-            OSError: if there is no room for it.
+            OSError: if there is no space for it.
         """
-        # Written, and not merely made longer: a write into a mapped hole of a full disk is SIGBUS.
+        # Write the bytes, because a later write to a mapped hole on a full disk raises SIGBUS.
         path.write_bytes(self._values)
         with path.open("r+b") as file:
             self._values = memoryview(mmap.mmap(file.fileno(), _LAYOUT.size)).cast("q")
@@ -48,11 +48,11 @@ class Position:
     # --- What a rank counts ------------------------------------------------------
 
     def begin_join(self) -> None:
-        """Count that this rank waits for the others to form a group."""
+        """Note that this rank waits for the others to form a group."""
         self._values[_JOINS_BEGUN] += 1
 
     def end_join(self) -> None:
-        """Count that the group is there."""
+        """Note that the group is formed."""
         self._values[_JOINS_DONE] = self._values[_JOINS_BEGUN]
 
     def begin_run(self) -> None:
@@ -61,11 +61,11 @@ class Position:
         self._values[_RUNS_BEGUN] += 1
 
     def reach(self, step: int) -> None:
-        """Note how many steps the run has taken."""
+        """Note the number of steps that the run has taken."""
         self._values[_STEP] = step
 
     def finish_run(self) -> None:
-        """Note that the run has saved, and needs the other ranks no more."""
+        """Note that the run has saved, and no longer needs the other ranks."""
         self._values[_RUNS_FINISHED] = self._values[_RUNS_BEGUN]
         self.leave_run()
 
@@ -77,57 +77,57 @@ class Position:
 
     @property
     def step(self) -> int | None:
-        """Return the number of steps taken, if the rank has said it."""
+        """Return the number of steps taken, or None before a run has begun to step."""
         step = self._values[_STEP]
         return None if step == NO_STEP else step
 
     @property
     def is_joining(self) -> bool:
-        """Say whether the rank waits for the others to form a group."""
+        """Return whether the rank waits for the others to form a group."""
         return self._values[_JOINS_DONE] < self._values[_JOINS_BEGUN]
 
     @property
     def has_joined(self) -> bool:
-        """Say whether the rank has ever begun to join the others."""
+        """Return whether the rank has ever begun to join the others."""
         return self._values[_JOINS_BEGUN] > 0
 
     @property
     def has_begun(self) -> bool:
-        """Say whether the rank has ever begun a run."""
+        """Return whether the rank has ever begun a run."""
         return self._values[_RUNS_BEGUN] > 0
 
     @property
     def num_runs(self) -> int:
-        """Return how many runs the rank has begun."""
+        """Return the number of runs that the rank has begun."""
         return self._values[_RUNS_BEGUN]
 
     @property
     def is_in_run(self) -> bool:
-        """Say whether the rank is inside a run."""
+        """Return whether the rank is inside a run."""
         return self._values[_RUNS_LEFT] < self._values[_RUNS_BEGUN]
 
     @property
     def has_finished(self) -> bool:
-        """Say whether the rank has begun a run, and finished all that it has begun."""
+        """Return whether the rank has begun a run, and finished every one."""
         return self.has_begun and self._values[_RUNS_FINISHED] == self._values[_RUNS_BEGUN]
 
     def needs(self, other: "Position") -> bool:
-        """Say whether this rank's last join or run cannot succeed if `other` does nothing more."""
+        """Return whether this rank's last join or run cannot succeed if `other` has ended."""
         if self.is_joining:
             return other._values[_JOINS_BEGUN] < self._values[_JOINS_BEGUN]
         is_unfinished = self._values[_RUNS_FINISHED] < self._values[_RUNS_BEGUN]
         return is_unfinished and other._values[_RUNS_FINISHED] < self._values[_RUNS_BEGUN]
 
     def text(self) -> str:
-        """Say it in words: "after step 3"."""
+        """Describe the progress, for example "after step 3"."""
         if self.step is not None:
             return f"after step {self.step}"
         if self.has_begun:
             return "before its first step"
         if self.is_joining:
-            return "at the start, where ranks meet"
+            return "while the ranks formed a group"
         return "" if self.has_joined else "before it joined the others"
 
 
 own = Position()
-"""Where this process stands."""
+"""The progress of this process."""

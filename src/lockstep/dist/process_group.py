@@ -1,6 +1,6 @@
-"""The process group of this process: made once, kept until it ends, left in good order.
+"""The process group of this process: made once, and kept until the process ends.
 
-Owns: joining, keeping and leaving torch's process group. Does not own: what is sent through it
+Owns: joining, keeping and leaving torch's process group. Does not own: the collectives in it
 (`collectives.py`).
 """
 
@@ -38,15 +38,15 @@ def _open_store(launch: Launch, timeout: datetime.timedelta) -> Any:
     """Return the store through which the ranks find each other."""
     if launch.has_agent:  # it may already hold the store
         store, _, _ = next(rendezvous("env://", timeout=timeout))
-        # It is kept over restarts, with the addresses of the dead. Machines count restarts each
-        # for itself, so only on a single one does the count tell them apart.
+        # The store survives restarts, with the addresses of ended processes. Nodes count restarts
+        # separately, so the count is a usable prefix only on a single node.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefixed = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
         return prefixed if launch.local_size == launch.size else store
     assert launch.port is not None
     if names_loopback(launch.head):
         check_loopback()
-    # Left to itself, torch's store listens on all interfaces, and anyone may write to it.
+    # By default torch's store listens on all interfaces, where anyone may write to it.
     listener = listen_at(launch.head, launch.port) if launch.rank == 0 else None
     return dist.TCPStore(  # type: ignore[attr-defined]
         launch.head,
@@ -59,7 +59,7 @@ def _open_store(launch: Launch, timeout: datetime.timedelta) -> Any:
 
 
 def _stay_on_this_machine(launch: Launch) -> None:
-    """Have gloo and NCCL listen on loopback alone, if all ranks are on this machine."""
+    """Make gloo and NCCL listen on loopback only, if all ranks are on this machine."""
     if launch.local_size == launch.size and names_loopback(launch.head):
         interface = interface_towards(LOOPBACK)
         if interface is not None:
@@ -68,7 +68,7 @@ def _stay_on_this_machine(launch: Launch) -> None:
 
 
 def check_group(launch: Launch) -> str:
-    """Return the backend of the group somebody else made, if we were launched into that one."""
+    """Return the backend of an existing group; refuse one with another rank or size than ours."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (launch.rank, launch.size):
         raise LaunchError(
@@ -80,25 +80,25 @@ def check_group(launch: Launch) -> str:
 
 
 def let_gloo_finish() -> None:
-    """Let gloo's threads drop their last tensors before the interpreter ends.
+    """Let gloo's threads free their last tensors before the interpreter ends.
 
-    A wrapped model keeps those threads alive after the group was left. Dropping a
-    tensor takes the interpreter's lock; a thread that asks for it once the
-    interpreter is ending is ended inside C++, and the whole process aborts.
+    A wrapped model keeps those threads alive after the group is destroyed. A thread needs the
+    interpreter's lock to free a tensor. If it asks for the lock while the interpreter is shutting
+    down, the whole process aborts.
     """
     time.sleep(0.1)
 
 
 def _shares_gpu(launch: Launch, store: Any, device: torch.device) -> bool:
-    """Say whether any two ranks sit on the same physical GPU."""
+    """Return whether any two ranks use the same physical GPU."""
     store.set(f"gpu/{launch.rank}", str(torch.cuda.get_device_properties(device).uuid))
     return len({store.get(f"gpu/{rank}") for rank in range(launch.size)}) < launch.size
 
 
 _left: list[Any] = []
-"""Groups that were left. A replicated model holds its group too; were it the last to let go,
-torch would join the group's thread while holding the lock that thread waits for, and a
-finished run would never end. Held here, the group ends in a way that releases the lock."""
+"""Groups that were left. A replicated model refers to its group, too. If it freed the group last,
+torch would join the group's thread while holding the lock that this thread waits for, and the
+process would hang. A reference here delays the end of the group until that is safe."""
 
 
 @dataclass
@@ -110,15 +110,15 @@ class OwnGroup:
     timeout_s: float
     process: int
     has_failed: bool = False
-    """Whether a rank stopped in the middle of it: its collectives may no longer pair up."""
+    """Whether a rank failed while using it: its collectives may no longer be paired correctly."""
 
 
 _own: OwnGroup | None = None
 _num_groups = 0
-"""How many groups this process has made. Each has its own keys in the store: torch would
-otherwise connect a second group to the addresses of the first."""
+"""The number of groups that this process has made. Each has its own keys in the store: otherwise
+torch would connect a second group to the addresses of the first."""
 _stores: dict[Launch, Any] = {}
-"""The store of each launch, kept: a second server could not have the same port."""
+"""The store of each launch. It is kept, because a second server could not use the same port."""
 
 
 def own_group() -> OwnGroup | None:
@@ -135,7 +135,7 @@ def make_group(launch: Launch, place: torch.device, timeout_s: float) -> tuple[O
         kept = _stores.get(launch) or _open_store(launch, timeout)
         _stay_on_this_machine(launch)
         store = dist.PrefixStore(f"group_{_num_groups}", kept)  # type: ignore[attr-defined]
-        # NCCL refuses two ranks on one GPU; gloo takes them, through host memory.
+        # NCCL refuses two ranks on one GPU; gloo supports them, through host memory.
         own_gpu = place.type == "cuda" and not _shares_gpu(launch, store, place)
         backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
         dist.init_process_group(
@@ -152,14 +152,14 @@ def make_group(launch: Launch, place: torch.device, timeout_s: float) -> tuple[O
     _stores[launch] = kept
     if _num_groups == 0:
         atexit.register(let_gloo_finish)
-        atexit.register(_end_group)  # the last to be registered is the first to run
+        atexit.register(_end_group)  # registered last, so it runs first
     _num_groups += 1
     _own = OwnGroup(dist.group.WORLD, place, timeout_s, os.getpid())
     return _own, backend
 
 
 def report_kept(own: OwnGroup, place: torch.device, timeout_s: float | None) -> None:
-    """Log what was asked of a new group and the existing one does not do."""
+    """Warn about settings that the existing group does not follow."""
     if timeout_s is not None and group_timeout_s(timeout_s) != own.timeout_s:
         _log.warning(
             "timeout_s=%g has no effect: the process group was made with timeout_s=%g before",
@@ -177,28 +177,28 @@ def leave_group() -> None:
         return
     _left.append(own.group)
     if own.has_failed:
-        with suppress(RuntimeError):  # or NCCL would wait for ranks that are somewhere else
+        with suppress(RuntimeError):  # otherwise NCCL would wait for the other ranks
             own.group.abort()
     dist.destroy_process_group()
 
 
 _is_failing = False
-"""Whether whoever runs the script has noted that it failed."""
+"""Whether `note_failure` was called."""
 
 
 def note_failure() -> None:
-    """Note that this process fails, before its exit functions run: they must not wait for others.
+    """Note that this process fails, so that its exit functions do not wait for other ranks.
 
-    Whoever catches what a script raises must call this; an uncaught exception is noticed anyway.
+    Call this if you catch an exception of a script; an uncaught one is detected.
     """
     global _is_failing
     _is_failing = True
 
 
 def _end_group() -> None:
-    """At exit, leave the group; not if this rank has failed, and the others are elsewhere.
+    """Leave the group at exit, unless this rank has failed.
 
-    Leaving may wait for the other ranks (NCCL). They see a failed one end by its connections.
+    Leaving may wait for the other ranks (NCCL). They detect a failed rank by its connections.
     """
     own = own_group()
     is_here = own is not None and own.process == os.getpid()  # not in a child forked from a rank
@@ -206,17 +206,17 @@ def _end_group() -> None:
     if own is None or not is_here:
         return
     if own.has_failed or is_failing:
-        # Destroying the group would wait for its pending collectives: it outlives the interpreter.
+        # Never free the group, because that would wait for its pending collectives.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(own.group))
     else:
         leave_group()
 
 
 def store_of(launch: Launch) -> Any:
-    """Return the store through which the ranks of a launch met, if lockstep made it."""
+    """Return the store of a launch, if lockstep made it."""
     return _stores.get(launch)
 
 
 def num_groups() -> int:
-    """Return how many groups this process has made."""
+    """Return the number of groups that this process has made."""
     return _num_groups

@@ -1,10 +1,10 @@
-"""Ranks hold the same model and the same optimizer, or are refused by name.
+"""Check that ranks have the same model and optimizer, and name the first difference.
 
-Owns: comparing parameters, trained names and optimizer settings between ranks, and the words for
-a difference. Does not own: when to compare; a run does so when it is built, after its first step
-and at every save, and `CheckpointStore.save_from` does for a custom loop.
+Owns: comparing parameters, trained names and optimizer settings between ranks, and the messages.
+Does not own: when to compare. A run does so when it is built, after its first step and at every
+save; in a custom loop `CheckpointStore.save_from` does.
 
-Every comparison is one small vote on a hash. Only ranks that differ exchange the details.
+Ranks first compare a hash. They exchange details only if it differs.
 """
 
 from collections.abc import Container, Mapping
@@ -21,26 +21,26 @@ from lockstep.dist.fsdp import is_dtensor
 from lockstep.errors import ConfigError
 
 SAME_MODEL = (
-    "build the same model on every rank: let neither the rank nor the clock decide what is in it "
-    "or which parameters require a gradient"
+    "build the same model on every rank: its layers and requires_grad must not depend on the rank "
+    "or the clock"
 )
 SAME_OPTIMIZER = (
     "build the same optimizer on every rank, and change its settings on every rank by the same "
-    "values: average a loss over ranks (world.all_sum) before a scheduler sees it"
+    "values: average a loss over ranks (world.all_sum) before passing it to a scheduler"
 )
 SAME_WEIGHTS = (
-    "change weights on every rank alike: average over ranks (world.all_sum) what is written to "
-    "a parameter outside of optimizer.step(), or register it as a buffer; where nothing writes to "
-    "it, run all ranks on the same kind of hardware"
+    "change weights by the same values on every rank: average over ranks (world.all_sum) what is "
+    "written to a parameter outside of optimizer.step(), or register it as a buffer; if nothing "
+    "writes to it, run all ranks on the same kind of hardware"
 )
 REGISTER = "register it in the module that build_model returns"
 
 CHUNK_WORDS = 2**20
-"""How many numbers of a parameter are multiplied at a time: 8 MB on the device."""
+"""The number of integers to multiply at a time: 8 MB on the device."""
 
 
 def check_same_model(model: nn.Module, world: Collectives) -> None:
-    """Refuse ranks whose models have other parameters, or train others. Collective.
+    """Refuse ranks whose models differ in their parameters or trained parameters. Collective.
 
     Raises:
         ConfigError: on all ranks, with the first parameter that differs.
@@ -72,10 +72,10 @@ def check_registered(optimizer: Optimizer, known: Container[int], of: str, remed
     """Refuse an optimizer that holds a tensor whose `id` is not `known`.
 
     Args:
-        optimizer: Whose parameter groups are looked at.
+        optimizer: The optimizer to check.
         known: The ids of the parameters that are averaged over ranks and saved.
-        of: Whose parameters those are.
-        remedy: What to try.
+        of: The owner of these parameters, for the message.
+        remedy: The remedy, for the message.
 
     Raises:
         ConfigError: with the parameter group and the shape.
@@ -94,14 +94,14 @@ def check_registered(optimizer: Optimizer, known: Container[int], of: str, remed
 def weights_difference(
     modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], world: Collectives
 ) -> str:
-    """Say where settings or weights differ between ranks; nothing if nowhere. Collective.
+    """Describe where settings or weights differ between ranks; "" if nowhere. Collective.
 
     Weights are compared bit by bit, through a checksum that is computed on the device. Sharded
-    parameters are left out: each rank has rows of its own. Buffers may differ.
+    parameters are skipped, because each rank has different rows. Buffers may differ.
     """
     if world.size == 1:
         return ""
-    settings = _settings(optimizers, modules)  # first: they may be why weights differ
+    settings = _settings(optimizers, modules)  # compared first: they may be why weights differ
     return first_difference({**settings, **_checksums(modules)}, world, _first_difference)
 
 
@@ -118,9 +118,9 @@ def check_same_weights(
 
 
 def different_weights(difference: str, what_then: str = "") -> ConfigError:
-    """Return the error for what `weights_difference` has found on all ranks."""
+    """Return the error for a result of `weights_difference`, the same on all ranks."""
     remedy = SAME_WEIGHTS if difference.startswith("parameter ") else SAME_OPTIMIZER
-    error = ConfigError(f"ranks have grown apart: {difference}{what_then}", remedy)
+    error = ConfigError(f"ranks have diverged: {difference}{what_then}", remedy)
     error.is_shared = True
     return error
 
@@ -128,13 +128,13 @@ def different_weights(difference: str, what_then: str = "") -> ConfigError:
 def checksum(value: Tensor) -> Tensor:
     """Return a number that changes with any bit of a tensor, without waiting for the device.
 
-    The bytes are read as integers of 64 bits, each multiplied by an odd number of its place, and
-    added up modulo 2**64. Integer sums do not depend on their order, and a change in a single
-    integer always shows.
+    The bytes are read as 64-bit integers. Each is multiplied by an odd number that depends on its
+    position, and the products are added modulo 2**64. Integer sums do not depend on their order,
+    and a change in a single integer always changes the sum.
     """
     flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()  # integers must begin at a multiple of their size
+        flat = flat.clone()  # integers must be aligned
     raw = flat.view(torch.uint8)
     num_whole = len(raw) // 8 * 8
     words = raw[:num_whole].view(torch.int64)
@@ -150,14 +150,14 @@ def checksum(value: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _multipliers(device: torch.device) -> Tensor:
-    """Return odd numbers without a pattern, the same everywhere."""
+    """Return pseudo-random odd numbers, the same on every rank."""
     numbers = torch.arange(1, CHUNK_WORDS + 1, device=device) * -7046029254386353131
     numbers = (numbers ^ (numbers >> 32)) * -4658895280553007687
     return (numbers ^ (numbers >> 29)) | 1
 
 
 def _checksums(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return the checksum of every whole parameter by its name; waits for the device once."""
+    """Return the checksum of every unsharded parameter by name; waits for the device once."""
     found: dict[str, Tensor] = {}
     for above, module in modules.items():
         for name, parameter in module.named_parameters():
@@ -198,7 +198,7 @@ def _settings(
 
 
 def _plain(value: Any) -> str | None:
-    """Return a setting as text that is exact; None for what is not a plain value."""
+    """Return a setting as exact text, or None if it is not a plain value."""
     if isinstance(value, Tensor):
         value = value.tolist() if value.numel() <= 16 and not is_dtensor(value) else None
     if isinstance(value, bool | int | float | str | None):

@@ -1,7 +1,7 @@
-"""Which parameters of a model are trained, and noticing that they are others.
+"""Detect changes of a model's trained parameters.
 
-Owns: the comparison, and its words. Does not own: what follows from a change; a run replicates
-its model again (`setup.Run.follow_trained`), and a custom loop is told to.
+Owns: the comparison, and its messages. Does not own: the reaction. A run replicates its model
+again (`Run.update_trained`); a custom loop gets an error.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ MAX_NAMES_SHOWN = 8
 class TrainedParameters:
     """The parameters that required a gradient when a model's gradient exchange was set up.
 
-    Only their gradients are exchanged between ranks. `requires_grad` may be changed at any time
-    afterwards; the gradients of a parameter that was frozen then would stay on each rank.
+    Only their gradients are exchanged between ranks. If another parameter is unfrozen later, its
+    gradients are not.
 
     Args:
-        optimizer: To notice parameters that are added to it, or exchanged for others.
-        num_groups: How many parameter groups it must have before the next update.
+        optimizer: If given, changes of its parameters are detected, too.
+        num_groups: The number of parameter groups that it must have before the next update.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TrainedParameters:
 
     @property
     def have_changed(self) -> bool:
-        """Whether other parameters are trained now. It takes 0.1 ms for 1,000 of them."""
+        """Whether other parameters are trained now. This takes 0.1 ms for 1,000 of them."""
         optimized = self._optimized_now()
         return (
             [p.requires_grad for p in self._parameters] != self._flags
@@ -48,11 +48,11 @@ class TrainedParameters:
         )
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Return the names that are trained now and were not, and those that no longer are."""
+        """Return the names of newly trained parameters, and of those no longer trained."""
         return differences(self.names, self._names_now())
 
     def check(self) -> None:
-        """Refuse a step whose gradients are not those that were exchanged.
+        """Refuse a step after a change of the trained parameters.
 
         Raises:
             TrainedParametersError: other parameters are trained now.
@@ -64,14 +64,14 @@ class TrainedParameters:
                 f"replicated ({describe_changes(*self.changes())}), so ranks would not share all "
                 "gradients",
                 "call model = world.replicate(model) after changing requires_grad; with a Trainer, "
-                "change it right after the step, and the next one follows",
+                "change it right after a step",
             )
         if self._optimizer is not None and len(self._optimizer.param_groups) < self._num_groups:
             raise ConfigError(
                 f"the optimizer had {self._num_groups} parameter groups at the checkpoint and has "
                 f"{len(self._optimizer.param_groups)} now: groups were added during the run",
-                "add them again before the first step after a resume, or in it: test for "
-                "`step >= 40`, not for `step == 40`",
+                "add them again in or before the first step after a resume: test for `step >= 40`, "
+                "not for `step == 40`",
             )
 
     def _names_now(self) -> list[str]:
@@ -83,24 +83,25 @@ class TrainedParameters:
 
 
 def differences(then: Sequence[str], now: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the names that came and those that went.
+    """Return the names that are new, and those that are gone.
 
     >>> differences(["a", "b"], ["b", "c"])
     (['c'], ['a'])
     """
-    before, after = set(then), set(now)
+    before = set(then)
+    after = set(now)
     return [name for name in now if name not in before], [n for n in then if n not in after]
 
 
 def describe_changes(began: Sequence[str], ended: Sequence[str]) -> str:
-    """Say in a few words which parameters are trained now and which no longer are.
+    """Describe which parameters are now trained and which are now frozen.
 
     >>> describe_changes(["0.weight", "0.bias"], [])
     'now trained: 0.weight, 0.bias'
     """
-    said = [f"now trained: {list_names(began)}"] if began else []
-    said += [f"now frozen: {list_names(ended)}"] if ended else []
-    return "; ".join(said) or "no change of requires_grad"
+    texts = [f"now trained: {list_names(began)}"] if began else []
+    texts += [f"now frozen: {list_names(ended)}"] if ended else []
+    return "; ".join(texts) or "no change of requires_grad"
 
 
 def list_names(names: Sequence[str]) -> str:

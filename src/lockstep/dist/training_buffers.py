@@ -1,8 +1,8 @@
-"""Buffers that training steps change: a running centre, a codebook, and the like.
+"""Synchronise buffers that training steps change, such as a running centre or a codebook.
 
-Owns: noticing them, and giving every rank the first rank's after each step from then on. Does not
-own: running statistics of normalisation layers, which training does not read; they are
-synchronised where they are used (`ddp.sync_buffers`).
+Owns: detecting them, and giving every rank the first rank's after each later step. Does not own:
+running statistics of normalisation layers: training does not read them, so they are synchronised
+only before they are used (`ddp.sync_buffers`).
 """
 
 import json
@@ -12,35 +12,41 @@ from torch import Tensor, nn
 from lockstep.dist.agreement import RUNNING_STATISTICS
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.ddp import all_tensors_from_first
-from lockstep.torch_compat.private import NORMS_WITH_STATISTICS, num_writes
+from lockstep.torch_compat.private import (
+    NORMS_WITH_STATISTICS,
+    check_write_counter,
+    num_writes,
+)
 
 
 class TrainingBuffers:
     """The buffers of a model that a training step has changed on any rank.
 
-    A model without other buffers than running statistics has nothing to look at.
+    There is nothing to do for a model whose only buffers are running statistics.
     """
 
     def __init__(self, model: nn.Module, world: Collectives) -> None:
         self._world = world
         self._places: dict[str, tuple[nn.Module, str]] = {}
-        """Where each buffer is, by its name: a forward pass may assign another tensor."""
+        """Module and attribute of each buffer by name: a forward pass may assign a new tensor."""
         for above, module in model.named_modules() if world.size > 1 else ():
             for name, _ in module.named_buffers(recurse=False):
                 is_norm = isinstance(module, NORMS_WITH_STATISTICS)
                 if not (is_norm and name in RUNNING_STATISTICS):
                     self._places[f"{above}.{name}" if above else name] = module, name
+        if self._places:
+            check_write_counter()
         self._before: dict[str, tuple[Tensor | None, int]] = {}
         self._changed: set[str] = set()
-        """What steps have changed on this rank."""
-        self._told: dict[str, str] = {}
-        """The changed buffers with their forms, as this rank last told the others."""
+        """The buffers that steps have changed on this rank."""
+        self._reported: dict[str, str] = {}
+        """The changed buffers and their forms, as last sent to the other ranks."""
         self._synchronised: list[str] = []
 
     @property
     def has_news(self) -> bool:
-        """Whether a step changed a buffer on this rank, or its form, that others do not know of."""
-        return self._forms() != self._told
+        """Whether a buffer, or its form, has changed on this rank since the last `agree`."""
+        return self._forms() != self._reported
 
     def begin_step(self) -> None:
         """Remember the buffers before the forward passes of a step."""
@@ -55,14 +61,14 @@ class TrainingBuffers:
         self._before = {}
 
     def agree(self) -> None:
-        """Synchronise from here on what has changed on any rank. Collective.
+        """Synchronise from now on every buffer that has changed on any rank. Collective.
 
-        A buffer whose shape differs between ranks, such as a cache as long as the longest sequence
-        so far, is each rank's own.
+        A buffer whose shape differs between ranks is not synchronised, such as a cache for the
+        longest sequence so far.
         """
-        self._told = self._forms()
-        told = [json.loads(text) for text in self._world.all_texts(json.dumps(self._told))]
-        changed = sorted({name for forms in told for name in forms})
+        self._reported = self._forms()
+        texts = self._world.all_texts(json.dumps(self._reported))
+        changed = sorted({name for text in texts for name in json.loads(text)})
         own = json.dumps({name: self._form(name) for name in changed})
         forms = [json.loads(text) for text in self._world.all_texts(own)]
         self._synchronised = [
@@ -70,7 +76,7 @@ class TrainingBuffers:
         ]
 
     def synchronise(self) -> None:
-        """Give every rank the first rank's buffers, of those agreed on. Collective."""
+        """Give every rank the first rank's copy of the agreed buffers. Collective."""
         buffers = [self._state(name)[0] for name in self._synchronised]
         if buffers:
             all_tensors_from_first([b for b in buffers if b is not None], self._world)
@@ -79,12 +85,12 @@ class TrainingBuffers:
         return {name: self._form(name) for name in sorted(self._changed)}
 
     def _form(self, name: str) -> str:
-        """Return the shape and type of a buffer; empty if this rank has none of the name."""
+        """Return the shape and type of a buffer; "" if this rank has no buffer of the name."""
         buffer = self._state(name)[0] if name in self._places else None
         return "" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
 
     def _state(self, name: str) -> tuple[Tensor | None, int]:
-        """Return a buffer and how often it was written to."""
+        """Return a buffer and the number of writes to it."""
         module, own_name = self._places[name]
         buffer = getattr(module, own_name, None)
         return buffer, -1 if buffer is None else num_writes(buffer)

@@ -1,7 +1,7 @@
 """World: the ranks that train one model, which this process joins.
 
 Owns: entering and leaving the group, and the public methods of a custom loop. Does not own: the
-collectives (`collectives.py`), nor the process group (`process_group.py`).
+collectives (`collectives.py`) or the process group (`process_group.py`).
 """
 
 import atexit
@@ -40,10 +40,10 @@ from lockstep.exact.reducer import ExactReducer
 
 
 def choose_device(launch: Launch, wanted: str = "auto") -> torch.device:
-    """Return this rank's device: its own GPU where there is one, else the CPU.
+    """Return this rank's device: its GPU if there is one, otherwise the CPU.
 
-    A launcher may show each process one GPU and still count local ranks up, so
-    the index is taken modulo the number of visible GPUs.
+    A launcher may make one GPU visible to each process and still number the local ranks, so the
+    index is taken modulo the number of visible GPUs.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -55,8 +55,8 @@ def choose_device(launch: Launch, wanted: str = "auto") -> torch.device:
 class World(Collectives):
     """The group of processes that train one model, seen from one of them.
 
-    `World.enter()` finds out how the process was started, takes its device and
-    joins the others. The group lasts until the process ends, or until `leave()`.
+    `World.enter()` reads the launch variables, chooses the device and joins the other ranks. The
+    group lasts until the process ends, or until `leave()`.
     """
 
     def __init__(self, launch: Launch, device: torch.device, backend: str | None) -> None:
@@ -65,7 +65,7 @@ class World(Collectives):
         """The process group, if this world made it."""
         self.callbacks = Callbacks()
         self._store = store_of(launch)
-        """Where ranks leave each other messages, if the group is ours."""
+        """The store of the group, if lockstep made it."""
 
     @classmethod
     def enter(
@@ -75,21 +75,21 @@ class World(Collectives):
         local_rank: int | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> Self:
-        """Join the group this process was launched into; alone, there is no group.
+        """Join the group that this process was launched into; a single process has no group.
 
-        A group that is there already is used as it is: one that Accelerate made, say, or that an
-        earlier `enter` or `fit` made. Its timeout then stays what it was.
+        An existing group is used, with its timeout: for example one that Accelerate made, or an
+        earlier `enter` or `fit`.
 
         `callbacks`, and those that LOCKSTEP_CALLBACKS names, are called in a loop around
         `train_step` and in every run of this world.
 
-        From here on an uncaught LockstepError prints one sentence, and its exit code is the
-        script's.
+        After this, an uncaught LockstepError prints one sentence and ends the script with its
+        exit code.
         """
         with own_exit_code():
             world = cls._enter(device, timeout_s, local_rank)
             world.attach(callbacks)
-        hide_tracebacks()  # after torch, which has a hook of its own for a group
+        hide_tracebacks()  # after torch has set its own hook for a group
         return world
 
     @classmethod
@@ -131,18 +131,20 @@ class World(Collectives):
 
     @contextmanager
     def inside_run(self) -> Iterator[None]:
-        """Return the block in which a run calls the callbacks, and `train_step` does not."""
-        loop, self.custom_loop = self.custom_loop, None
+        """Inside the block the run calls the callbacks, and `train_step` does not."""
+        loop = self.custom_loop
+        self.custom_loop = None
         self.is_in_run = True
         try:
             yield
         finally:
-            self.custom_loop, self.is_in_run = loop, False
+            self.custom_loop = loop
+            self.is_in_run = False
 
     def leave(self) -> None:
-        """Leave the group, if this `World` made it. Safe to call twice, and to enter again.
+        """Leave the group, if this `World` made it. You may call this twice, or enter again.
 
-        A group that was there before stays: whoever made it may still need it.
+        A group that existed before stays, because its owner may still need it.
         """
         own = own_group()
         if own is not None and self._made is own.group:
@@ -151,8 +153,8 @@ class World(Collectives):
     def stay(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Keep the group for the next run of this process; for `ExitStack.push`.
 
-        After an error that other ranks may not have met, the next `enter` makes a new one:
-        in the old one, the collectives of two different places would be taken for one.
+        After an error that other ranks may not have, the next `enter` makes a new group: in the
+        old one, collectives of different places in the program could be paired.
         """
         own = own_group()
         if own is not None and error is not None and not getattr(error, "is_shared", False):
@@ -181,14 +183,14 @@ class World(Collectives):
         return replicate(model, self, way)
 
     def sync_buffers(self, model: nn.Module) -> None:
-        """Give every rank the first rank's buffers, running statistics among them. Collective."""
+        """Give every rank the first rank's buffers, such as running statistics. Collective."""
         sync_buffers(model, self)
 
     def all_reach(self, place: str, timeout_s: float) -> bool:
-        """Say whether every rank calls this for `place` within `timeout_s`, once in each group.
+        """Return whether every rank calls this for `place` within `timeout_s`, once per group.
 
-        It asks the store, and so disturbs no collective that another rank may be waiting in. In a
-        group that somebody else made, several ranks cannot ask.
+        Uses the store, not a collective, because another rank may be waiting in one. Returns
+        False for several ranks in a group that lockstep did not make.
         """
         if self.size == 1:
             return True

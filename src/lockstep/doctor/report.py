@@ -78,11 +78,11 @@ def as_lines(results: Sequence[Result], width: int | None = None) -> list[tuple[
 
     Without a width, every check is one line, however long.
 
-    >>> for _, line in as_lines([ok("port", "free"), fail("data", "no folder x", "y")]):
+    >>> for _, line in as_lines([ok("port", "free"), fail("data", "no folder x", "pass y")]):
     ...     print(line)
     ok    port  free
     fail  data  no folder x
-                try: y
+                try: pass y
     """
     longest = max((len(result.name) for result in results), default=0)
     indent = " " * (longest + 8)

@@ -1,7 +1,7 @@
 """A loss that compares all samples of a step, computed leaf by leaf.
 
-Owns: gathering the rows of all leaves, and the gradient of every leaf's loss by these rows. Does
-not own: the loss. On any number of ranks, each leaf is computed in the same shapes and everything
+Owns: gathering the rows of all leaves, and the gradient of every leaf's loss with respect to these
+rows. Does not own: the loss. On any number of ranks, leaves have the same shapes, and everything
 is added in the same order.
 """
 
@@ -30,14 +30,14 @@ class GatheredRows:
     """
 
     start: int = 0
-    """Where this leaf's rows begin among those of all leaves."""
+    """Index of this leaf's first row among those of all leaves."""
     length: int = 0
     own: list[Tensor] = field(default_factory=list)
     """This leaf's rows, one tensor for each call of `gather`."""
     whole: Sequence[Tensor] = ()
     """The rows of all leaves, once they are known."""
     grads: Sequence[Tensor] = ()
-    """The gradient of the summed loss of all leaves by `whole`."""
+    """The gradient of the summed loss of all leaves with respect to `whole`."""
 
     def gather(self, local: Tensor) -> Tensor:
         """Return the rows of all leaves; in the first pass, this leaf's own."""
@@ -46,7 +46,7 @@ class GatheredRows:
 
     @property
     def surrogate_loss(self) -> Tensor | float:
-        """What to add to a leaf's loss so that it has the gradient of all leaves' losses."""
+        """Add this to a leaf's loss to get the gradient of all leaves' losses."""
         grads = (grad.narrow(0, self.start, self.length) for grad in self.grads)
         return sum(
             (rows[: self.length] * grad).sum() for rows, grad in zip(self.own, grads, strict=True)
@@ -56,11 +56,10 @@ class GatheredRows:
 def gather_rows(
     leaf_loss: LeafLoss, model: nn.Module, batch: "StepBatch", world: Collectives
 ) -> list[GatheredRows]:
-    """Return what the loss of each micro-batch gathers; empty if it gathers nothing. Collective.
+    """Return the gathered rows for each micro-batch; [] if the loss does not gather. Collective.
 
-    This takes two forward passes before the one that is trained: the first computes the rows of
-    every leaf, the second how each leaf's loss depends on the rows of all. Memory stays that of
-    one leaf.
+    This takes two more forward passes: the first computes the rows of every leaf, the second the
+    gradient of each leaf's loss with respect to all rows. It needs the memory of one leaf only.
     """
     gathered = [GatheredRows() for _ in batch.micro_batches]
     pairs = list(zip(batch.micro_batches, gathered, strict=True))
@@ -78,9 +77,11 @@ def gather_rows(
 
     trees = [TreeSum(batch.num_leaves) for _ in wholes]
     for micro_batch, one in pairs:
-        one.start, start = start, start + one.length
+        one.start = start
+        start += one.length
         if micro_batch.counts:
-            one.own, one.whole = [], [whole.clone().requires_grad_() for whole in wholes]
+            one.own = []
+            one.whole = [whole.clone().requires_grad_() for whole in wholes]
             total = leaf_loss(model, micro_batch, one).loss_sum
             grads = torch.autograd.grad(total, one.whole, materialize_grads=True)
             for tree, grad in zip(trees, grads, strict=True):

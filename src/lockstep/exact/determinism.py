@@ -1,7 +1,7 @@
-"""What decides the bits of a computation beside its inputs: threads, kernels, versions.
+"""Make kernels deterministic, and record the threads, hardware and versions that affect bits.
 
-Owns: making kernels repeat themselves, and the fingerprint that says under which the bits were
-made. Does not own: the order in which ranks add (`tree.py`).
+Owns: the settings of exact mode, and the fingerprint of the machine. Does not own: the order in
+which ranks add (`tree.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,34 +21,34 @@ T = TypeVar("T")
 
 
 def set_numerics(config: RunConfig, device: torch.device, stack: ExitStack) -> None:
-    """Set threads and, in exact mode, kernels that repeat themselves, until the stack closes."""
+    """Set threads and, in exact mode, deterministic kernels, until the stack closes."""
 
-    def put(write: Callable[[T], object], value: T, before: T) -> None:
+    def set_until_close(write: Callable[[T], object], value: T, before: T) -> None:
         stack.callback(write, before)
         write(value)
 
     num_threads = config.num_threads or (1 if config.exact else None)
     if num_threads:
-        put(torch.set_num_threads, num_threads, torch.get_num_threads())
+        set_until_close(torch.set_num_threads, num_threads, torch.get_num_threads())
     if not config.exact:
         return
     was_on = torch.are_deterministic_algorithms_enabled()
-    put(torch.use_deterministic_algorithms, True, was_on)
-    # Memory that is read before it is written is a fault of its own, and filling it costs time.
+    set_until_close(torch.use_deterministic_algorithms, True, was_on)
+    # Filling new memory costs time, and helps only code that reads uninitialised memory.
     deterministic: Any = torch.utils.deterministic
     fill = partial(setattr, deterministic, "fill_uninitialized_memory")
-    put(fill, False, deterministic.fill_uninitialized_memory)
+    set_until_close(fill, False, deterministic.fill_uninitialized_memory)
     if config.compile:
-        # Under DDP the compiler would cut the model where buckets end: other kernels, other bits.
-        put(cut_at_buckets, False, cuts_at_buckets())
+        # With DDP the compiler would split the model at bucket borders, which changes kernels.
+        set_until_close(cut_at_buckets, False, cuts_at_buckets())
     if device.type == "cuda":
-        default_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS adds as it pleases
+        default_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
         cudnn = torch.backends.cudnn
-        put(partial(setattr, cudnn, "benchmark"), False, cudnn.benchmark)
+        set_until_close(partial(setattr, cudnn, "benchmark"), False, cudnn.benchmark)
 
 
 def raise_if_not_deterministic(error: RuntimeError) -> None:
-    """Say in our words that torch has no kernel that repeats itself for something in the model.
+    """Raise a ConfigError if torch has no deterministic kernel for an operation of the model.
 
     Raises:
         ConfigError: with the name of the kernel.
@@ -62,7 +62,7 @@ def raise_if_not_deterministic(error: RuntimeError) -> None:
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
-    """Return what must be the same for the same bits to come out."""
+    """Return the facts that must be the same to get the same bits."""
     facts = {
         "torch": str(torch.__version__),
         "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -77,7 +77,7 @@ def fingerprint(device: torch.device) -> dict[str, str]:
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return what is no longer as it was, old and new."""
+    """Return the changed facts, as "name old -> new"."""
     names = sorted(before.keys() | now.keys())
     return [
         f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}"

@@ -1,8 +1,8 @@
 """Exact mode's gradient reducer: the same bits for every number of ranks.
 
 Owns: the exchange that finishes the sum over micro-batches across ranks. Does not own: the order
-in which it adds (`tree.py`), nor what a micro-batch computes. The communication library moves
-bytes here; it never adds.
+of additions (`tree.py`), or what a micro-batch computes. The communication library only moves
+bytes; it never adds.
 """
 
 import math
@@ -24,46 +24,49 @@ from lockstep.torch_compat.private import foreach
 
 
 class ExactReducer:
-    """Sums what the leaves of a step leave behind, alike for every number of ranks.
+    """Sums the gradients and statistics of a step's leaves in one order on any number of ranks.
 
-    A step is `begin`, for each micro-batch `leaf` around its forward and backward, and
-    `finish`; `total` sums numbers. With several ranks, gradients are exchanged while the last
-    leaf's are still being computed: `replicate` hooks us into the model.
+    For each step call `begin`, use `leaf` around the forward and backward pass of each
+    micro-batch, then call `finish`. `total` sums numbers. With several ranks, `replicate`
+    registers `exchange` as a hook, so gradients are exchanged during the last backward pass.
 
     Args:
-        model: What is trained, on its device, not yet replicated.
+        model: The model, on its device, not yet replicated.
         gathers: Its loss compares samples through `Context.gather`.
     """
 
     def __init__(self, model: nn.Module, world: Collectives, gathers: bool = False) -> None:
         self.world = world
         self.gathers = gathers
-        self.follow(model)
+        self.set_model(model)
         self._statistics = Statistics(model)
         self._tree = TreeSum(1)
         self._last: Node | None = None
         self._buckets: list[Bucket] = []
         self.num_sent = 0
+        self.has_sent_all = False
         self.has_failed = True  # until a step begins
 
-    def follow(self, model: nn.Module) -> None:
-        """Sum the gradients of the parameters that require one now."""
+    def set_model(self, model: nn.Module) -> None:
+        """Sum the gradients of the parameters that now require one."""
         self.trained = TrainedParameters(model)
         self._trained = [p for p in model.parameters() if p.requires_grad]
 
     def begin(self, num_leaves: int) -> None:
-        """Start a step; drop whatever a failed one left."""
+        """Start a step; discard the state of a failed one."""
         self._tree = TreeSum(num_leaves)
-        self._buckets, self._last = [], None
-        self.num_sent, self.has_failed = 0, False
+        self._buckets = []
+        self._last = None
+        self.num_sent = 0
+        self.has_failed = False
         self._statistics.begin()
 
     def drop_step(self) -> None:
-        """Give running statistics the values they had before a step that has failed."""
+        """Restore the running statistics from before a failed step."""
         self._statistics.restore()
 
     def raise_if_unused(self) -> None:
-        """Refuse a step that was taken without us: ranks would keep gradients of their own."""
+        """Refuse a step taken without this reducer: its gradients would differ between ranks."""
         if self.has_failed:
             raise ConfigError(
                 "exact=true, but this loop's steps do not sum gradients in exact mode",
@@ -72,7 +75,7 @@ class ExactReducer:
 
     @contextmanager
     def leaf(self, micro_batch: MicroBatch, is_last: bool) -> Iterator[None]:
-        """Keep apart what the block adds to gradients and running statistics."""
+        """Separate this leaf's gradients and running statistics from those of other leaves."""
         place = micro_batch.leaf.place
         node = (0, place) if micro_batch.counts else None
         self._last = node if is_last else None
@@ -81,7 +84,7 @@ class ExactReducer:
         if node:
             self._statistics.after()
         if is_last and self.world.size > 1:
-            return  # its gradients are on their way already
+            return  # `exchange` has already sent its gradients
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
         for parameter in self._trained:
             parameter.grad = None
@@ -103,11 +106,12 @@ class ExactReducer:
             for parameter, grad in zip(self._trained, self._tree.total, strict=True):
                 parameter.grad = grad
         for bucket in self._buckets:
-            bucket.hand_out(self.world)
+            bucket.set_gradients(self.world)
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Send every rank its piece of our nodes of a bucket; add up the piece that is ours."""
-        world, num_leaves = self.world, self._tree.num_leaves
+        """Send every rank its piece of our nodes of a bucket; add up our own piece."""
+        world = self.world
+        num_leaves = self._tree.num_leaves
         own = Bucket.of(bucket)
         self._buckets.append(own)
         self.num_sent += 1
@@ -116,7 +120,7 @@ class ExactReducer:
             by_parameter = dict(zip(map(id, self._trained), grads, strict=True))
             tree.add(node, [own.laid_out(by_parameter)])
         if self._last:
-            tree.add(self._last, [own.buffer])  # the last, and so never the one that is changed
+            tree.add(self._last, [own.buffer])  # added last, so never changed in place
         covers = [cover(num_leaves, rank, world.size) for rank in range(world.size)]
         length = math.ceil(own.buffer.numel() / world.size)
         gap = world.size * length - own.buffer.numel()
@@ -128,7 +132,7 @@ class ExactReducer:
         received, arrival = world.exchange(sent, [len(nodes) * length for nodes in covers])
 
         def add_up(done: torch.futures.Future[Any]) -> Tensor:
-            done.value()  # or what went wrong on the way
+            done.value()  # raises if the exchange failed
             whole = TreeSum(num_leaves)
             nodes = (node for nodes in covers for node in nodes)
             for node, value in zip(nodes, received.view(-1, length), strict=True):
@@ -141,7 +145,7 @@ class ExactReducer:
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients travel together, and where each lies in their buffer."""
+    """Parameters whose gradients are exchanged together, and their places in the buffer."""
 
     buffer: Tensor
     places: list[tuple[Tensor, tuple[Any, Any, Any]]]
@@ -151,34 +155,35 @@ class Bucket:
 
     @classmethod
     def of(cls, grads: GradBucket) -> "Bucket":
-        """Describe what torch hands to a communication hook: complex numbers in pairs of others."""
-        buffer, trained = grads.buffer(), grads.parameters()
+        """Read the argument of a communication hook, which has complex numbers as pairs."""
+        buffer = grads.buffer()
+        trained = grads.parameters()
         offsets = [view.storage_offset() - buffer.storage_offset() for view in grads.gradients()]
         places = [(p, (p.shape, _strides(p), k)) for p, k in zip(trained, offsets, strict=True)]
         return cls(buffer.view(trained[0].dtype), places)
 
     def laid_out(self, by_parameter: dict[int, Tensor]) -> Tensor:
-        """Return gradients as one tensor, laid out as the buffer is."""
-        laid = torch.zeros_like(self.buffer)
-        views = [laid.as_strided(*place) for _, place in self.places]
+        """Return gradients as one tensor with the layout of the buffer."""
+        flat = torch.zeros_like(self.buffer)
+        views = [flat.as_strided(*place) for _, place in self.places]
         foreach("copy_")(views, [by_parameter[id(parameter)] for parameter, _ in self.places])
-        return laid
+        return flat
 
-    def hand_out(self, world: Collectives) -> None:
-        """Collect the pieces of all ranks, and give each parameter its own. Collective."""
+    def set_gradients(self, world: Collectives) -> None:
+        """Collect the pieces of all ranks, and set each parameter's gradient. Collective."""
         assert self.piece is not None
         whole = world.all_pieces(self.piece)
         for parameter, _ in self.places:
-            # No view of the whole: a kernel may add in another order from another address.
+            # Not a view of the buffer: kernels may add in another order at another alignment.
             parameter.grad = torch.empty_like(parameter)
         grads = [p.grad for p, _ in self.places if p.grad is not None]
         foreach("copy_")(grads, [whole.as_strided(*place) for _, place in self.places])
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Return how torch lays a gradient out in a bucket: as the parameter, where that has no gaps.
+    """Return the strides of a gradient in a bucket: the parameter's, if those have no gaps.
 
-    What it shows of the bucket to a hook looks laid out row by row, and is not.
+    The views that torch passes to a hook have other strides, which are wrong.
     """
     by_stride = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
     is_dense = parameter.permute(by_stride).is_contiguous()

@@ -1,7 +1,7 @@
 """Running statistics of batch normalisation in exact mode.
 
-Owns: moving them micro-batch by micro-batch, in one order for every number of ranks. Does not
-own: normalising.
+Owns: updating them micro-batch by micro-batch, in one order on any number of ranks. Does not own:
+normalising.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from lockstep.data.order import share
 from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError
-from lockstep.torch_compat.private import BATCH_NORMS, num_writes
+from lockstep.torch_compat.private import BATCH_NORMS, check_write_counter, num_writes
 
 
 class Statistics:
-    """Running statistics, moved leaf by leaf in the order of leaves, whoever computed them.
+    """Running statistics, updated leaf by leaf in the order of leaves, on whatever rank they are.
 
-    Every leaf starts from zero statistics, so that what it leaves is its own share; the
-    shares of all ranks are then applied one after the other.
+    Every leaf starts from zero statistics and so computes only its own update. The updates of all
+    ranks are then applied one after another.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,25 +30,27 @@ class Statistics:
         self._counts = [b for m in self._layers if (b := m.num_batches_tracked) is not None]
         known = {id(b) for b in (*self._values, *self._counts)}
         self._others = [(n, b) for n, b in model.named_buffers() if id(b) not in known]
+        if self._others:
+            check_write_counter()
         self._versions: list[int] = []
         self._before: Tensor | None = None
-        self._shares: list[Tensor] = []
+        self._updates: list[Tensor] = []
 
     def restore(self) -> None:
-        """Go back to where a step started that has failed."""
+        """Restore the statistics from before a failed step."""
         if self._before is not None:
             self._write(self._before)
             self._before = None
 
     def begin(self) -> None:
-        """Remember where the step starts; go back there from one that failed."""
+        """Copy the statistics before a step; first restore those from before a failed one."""
         self.restore()
         self._before = self._read()
-        self._shares = []
+        self._updates = []
         self._versions = [num_writes(buffer) for _, buffer in self._others]
 
     def before(self, place: int) -> None:
-        """Start a leaf with nothing remembered but how many leaves came before it."""
+        """Start a leaf with zero statistics and the number of leaves before it."""
         assert self._before is not None
         self._write(self._before)
         for layer in self._layers:
@@ -58,7 +60,7 @@ class Statistics:
                 layer.num_batches_tracked.add_(place)
 
     def after(self) -> None:
-        """Take the leaf's share."""
+        """Keep the leaf's update."""
         seen = zip(self._others, self._versions, strict=True)
         changed = [name for (name, buffer), version in seen if num_writes(buffer) != version]
         if changed:
@@ -66,15 +68,16 @@ class Statistics:
                 f"the forward pass changes {', '.join(changed)}, which exact mode cannot merge",
                 "keep these buffers unchanged in the forward pass, or set exact=false",
             )
-        self._shares.append(self._read())
+        self._updates.append(self._read())
 
     def finish(self, num_leaves: int, world: Collectives) -> None:
-        """Apply the shares of all leaves. Collective."""
-        before, self._before = self._before, None
+        """Apply the updates of all leaves. Collective."""
+        before = self._before
+        self._before = None
         if not self._layers or before is None:
             return
         lengths = [len(share(num_leaves, rank, world.size)) for rank in range(world.size)]
-        local = torch.stack(self._shares) if self._shares else before[None][:0]
+        local = torch.stack(self._updates) if self._updates else before[None][:0]
         rows = torch.cat(world.all_parts(local, lengths))
         num_counts = len(self._counts)
         values, counts = before[:-num_counts], before[-num_counts:]
@@ -84,10 +87,11 @@ class Statistics:
         trained = before.new_tensor([m.training for m in self._layers]).bool()
         num_calls = torch.zeros_like(counts)
         for place, row in enumerate(rows):
-            came = counts + place
-            calls = torch.where(trained, row[-num_counts:] - came, 0.0)
-            # With no momentum the statistics are plain means over all batches so far.
-            decay = torch.where(averaged & (calls > 0), came / (came + calls), kept**calls)
+            num_before = counts + place
+            calls = torch.where(trained, row[-num_counts:] - num_before, 0.0)
+            # Without momentum the statistics are plain means over all batches so far.
+            mean_decay = num_before / (num_before + calls)
+            decay = torch.where(averaged & (calls > 0), mean_decay, kept**calls)
             decay = decay.repeat_interleave(widths)
             own = row[:-num_counts] * trained.repeat_interleave(widths)
             values = values * decay + own

@@ -1,7 +1,7 @@
 """Sums along one binary tree over the micro-batches of a step.
 
-Owns: the order in which numbers are added. It depends on the number of micro-batches (the leaves
-of the tree) alone, so any number of ranks gives the same bits. Does not own: what is added.
+Owns: the order in which numbers are added. It depends only on the number of micro-batches (the
+leaves of the tree), so any number of ranks gives the same bits. Does not own: what is added.
 """
 
 from dataclasses import dataclass, field
@@ -20,10 +20,10 @@ Node = tuple[int, int]
 
 @dataclass
 class TreeSum:
-    """A sum over leaves 0 to n - 1 along one binary tree, of which some leaves are at hand.
+    """A sum over leaves 0 to n - 1 along one binary tree; a rank may have only some leaves.
 
-    Leaves, or nodes above them, are added from left to right; siblings merge as soon as both
-    are there, so a rank keeps a few nodes however many leaves it has.
+    Leaves, or nodes above them, are added from left to right. Siblings merge as soon as both have
+    been added, so a rank keeps only a few nodes for any number of leaves.
 
     >>> tree = TreeSum(5)
     >>> for place in range(1, 5):
@@ -36,7 +36,7 @@ class TreeSum:
     nodes: list[tuple[Node, list[Tensor]]] = field(default_factory=list)
 
     def add(self, node: Node, value: list[Tensor]) -> None:
-        """Add the next node to the right; what lies left of it may be changed in place."""
+        """Add the next node to the right; nodes to its left may be changed in place."""
         level, index = node
         while index or 1 << level < self.num_leaves:
             if index % 2:
@@ -47,13 +47,13 @@ class TreeSum:
                     foreach("add_")(left, value)
                 value = left
             elif (index + 1) << level < self.num_leaves:
-                break  # its sibling is still to come
-            level, index = level + 1, index // 2  # or there is none, and it stands for both
+                break  # its sibling is added later
+            level, index = level + 1, index // 2  # without a sibling it becomes its own parent
         self.nodes.append(((level, index), value))
 
     @property
     def total(self) -> list[Tensor]:
-        """The sum over all leaves; a zero has no sign, for its sign depends on who added."""
+        """The sum over all leaves, with +0 for -0, whose sign would depend on the ranks."""
         (_, value), *others = self.nodes
         assert not others, "the sum over all leaves needs all of them"
         return list(foreach("add")(value, 0.0))
@@ -61,7 +61,7 @@ class TreeSum:
 
 @lru_cache(maxsize=4096)
 def cover(num_leaves: int, rank: int, world_size: int) -> tuple[Node, ...]:
-    """Return the nodes that a rank's own leaves add up to."""
+    """Return the nodes that the sum of a rank's leaves consists of."""
     tree = TreeSum(num_leaves)
     for place in share(num_leaves, rank, world_size):
         tree.add((0, place), [])
@@ -69,10 +69,10 @@ def cover(num_leaves: int, rank: int, world_size: int) -> tuple[Node, ...]:
 
 
 def sum_nodes(tree: TreeSum, like: Tensor, world: Collectives) -> Tensor:
-    """Return the sum over all leaves, every rank having added its own to `tree`. Collective.
+    """Return the sum over all leaves, after every rank has added its own to `tree`. Collective.
 
-    For few numbers: every rank gets all nodes. `like` has the shape of a leaf's tensor, for
-    ranks without one.
+    Meant for few numbers, because every rank gets all nodes. `like` has the shape of a leaf's
+    tensor, for ranks without a leaf.
     """
     covers = [cover(tree.num_leaves, rank, world.size) for rank in range(world.size)]
     rows = torch.stack([value for _, (value,) in tree.nodes]) if tree.nodes else like[None][:0]

@@ -1,1 +1,1 @@
-"""Start a command, attach callbacks to its runs, follow it, end it with all its children."""
+"""Start a command, attach callbacks to its runs, watch it, and end it with all its children."""

@@ -1,8 +1,8 @@
-"""How a tool reaches every run of a command, under any launcher.
+"""Attach a tool's callback to every run of a command, under any launcher.
 
-Owns: the variables that attach the tool's callback, the folder in which the tool and its callback
-find each other's files, and the notes that callbacks leave there. Does not own: what the callback
-does (`callback.py` of each tool), or the command (`command.py`).
+Owns: the variables that attach the callback, the folder in which tool and callback exchange files,
+and the notes that callbacks write there. Does not own: the callback (`callback.py` of each tool),
+or the command (`command.py`).
 """
 
 import json
@@ -17,9 +17,9 @@ from lockstep.dist.environment import callback_names, launched
 NOTES = "notes.jsonl"
 SETTINGS = "settings.json"
 TRACE = "trace"
-"""The folder to which callbacks add as a run goes on: `rank_N.jsonl`, one for each rank."""
+"""The folder for files that callbacks append to during a run: `rank_N.jsonl` for each rank."""
 KILLED = "killed"
-"""The file that a callback leaves before it kills its process: the same command then resumes."""
+"""The file that marks a kill: started again, the same command then resumes."""
 
 
 def attached(folder: Path, callback: str) -> dict[str, str]:
@@ -32,18 +32,18 @@ def attached(folder: Path, callback: str) -> dict[str, str]:
     return {
         "LOCKSTEP_CALLBACKS": names,
         "LOCKSTEP_TOOL_FOLDER": str(folder),
-        "PYTHONFAULTHANDLER": "1",  # a process that hangs can be asked for its stack
+        "PYTHONFAULTHANDLER": "1",  # a hung process prints its stack on a signal
         "PYTHONUNBUFFERED": "1",
     }
 
 
 def write_settings(folder: Path, **values: Any) -> None:
-    """Leave what the tool asks of its callback in this run."""
+    """Write the tool's settings for its callback in this run."""
     (folder / SETTINGS).write_text(json.dumps(values))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return what the tool asks of its callback."""
+    """Return the tool's settings for its callback."""
     return dict(json.loads((folder / SETTINGS).read_text()))
 
 
@@ -53,10 +53,10 @@ def write_note(folder: Path, event: str, **values: Any) -> None:
     own = {"event": event, "time": time.time(), "pid": os.getpid()}
     line = json.dumps({**own, "rank": launch.rank, "size": launch.size, **values}) + "\n"
     with (folder / NOTES).open("a") as file:
-        file.write(line)  # short, so in one piece
+        file.write(line)  # one write call, because a line is short
 
 
 def read_notes(folder: Path) -> list[Mapping[str, Any]]:
     """Return the notes that are complete."""
-    *lines, _ = (folder / NOTES).read_text().split("\n")  # the last one may be being written
+    *lines, _ = (folder / NOTES).read_text().split("\n")  # the last one may be incomplete
     return [json.loads(line) for line in lines]

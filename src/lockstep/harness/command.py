@@ -1,7 +1,7 @@
-"""A command that a tool started, and its end.
+"""A command started by a tool.
 
-Owns: the process, all its descendants, and that none of them outlives the tool. Does not own: why
-the command was started, or when it has done enough.
+Owns: the process and all its descendants, none of which outlives the tool. Does not own: why the
+command was started, or when it has done enough.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from lockstep.errors import LaunchError
 from lockstep.parent import end_with_parent
 
 POLL_S = 0.05
-"""How often a tool looks how a command is doing."""
+"""How often a tool checks a command."""
 START_S = 60.0
-"""How long a command may at least take to its first sign of life: it imports torch."""
+"""The least time that a command gets to its first sign of life, since it imports torch."""
 LAUNCHER_S = 40.0
-"""How long a launcher may take to notice that a rank is gone."""
+"""How long a launcher may take to detect that a rank has died."""
 
 
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Leave the block on SIGTERM or SIGHUP as on Ctrl-C, so that what it started is ended first."""
+    """Leave the block on SIGTERM or SIGHUP as on Ctrl-C, so that its commands are ended."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -42,7 +42,7 @@ def ending_on_signals() -> Iterator[None]:
 
 
 class RunningCommand:
-    """A started command, with everything that descends from it.
+    """A started command with all its descendants.
 
     Args:
         words: The command.
@@ -91,7 +91,7 @@ class RunningCommand:
 
     @property
     def text(self) -> str:
-        """Return what it has printed."""
+        """Return the output so far."""
         return self.output.read_bytes()[self._offset :].decode(errors="replace")
 
     def note_children(self) -> None:
@@ -100,7 +100,7 @@ class RunningCommand:
             self.family |= set(children_of(psutil.Process(self.process.pid)))
 
     def close(self) -> None:
-        """Kill whatever is left of it."""
+        """Kill all processes that are still running."""
         self.note_children()
         for process in self.family:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -111,7 +111,7 @@ class RunningCommand:
 
 
 def children_of(process: psutil.Process) -> list[psutil.Process]:
-    """Return all descendants of a process; none if it is gone."""
+    """Return all descendants of a process, or [] if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return list(process.children(recursive=True))
     return []

@@ -1,7 +1,6 @@
-"""What a command printed when it failed, or when its processes were asked for their stacks.
+"""Read the output of a command that failed, or whose processes printed their stacks.
 
-Owns: finding the error and the place in it that is the user's own. Does not own: why the command
-was ended.
+Owns: finding the error, and its place in the user's code. Does not own: why the command was ended.
 """
 
 import re
@@ -19,11 +18,11 @@ class Failure:
     place: str = ""
     functions: tuple[str, ...] = ()
     advice: str = ""
-    """What the command itself said to try."""
+    """The remedy that the command printed."""
 
     @property
     def is_about_saving(self) -> bool:
-        """Say whether it happened on the way to a checkpoint."""
+        """Return whether it happened while saving a checkpoint."""
         return bool({"_save", "save", "state", "snapshot"} & set(self.functions))
 
     @classmethod
@@ -52,8 +51,8 @@ class Failure:
                 lines[number + 1 : number + 2]
             ):
                 return cls(line.removeprefix("lockstep: "))
-        said = [line.strip() for line in lines if line.strip()]
-        return cls(said[-1][:200] if said else "it said nothing")
+        printed = [line.strip() for line in lines if line.strip()]
+        return cls(printed[-1][:200] if printed else "it printed nothing")
 
     @classmethod
     def _from_traceback(cls, lines: list[str]) -> "Failure":
@@ -63,11 +62,11 @@ class Failure:
                 frames.append(found.groups())
             elif line and not line.startswith(" "):
                 return cls(line[:300], _place(frames[::-1]), tuple(name for *_, name in frames))
-        return cls("an error without an end", _place(frames[::-1]))
+        return cls("a truncated traceback", _place(frames[::-1]))
 
     @classmethod
     def read_stacks(cls, text: str) -> "Failure":
-        """Find where a rank hangs, rather than where others wait for it."""
+        """Return the place of the rank that hangs, not of the ranks that wait for it."""
         _, *stacks = re.split(r"^Current thread .*most recent call first.*\n", text, flags=re.M)
         found = [cls._from_dump(stack.splitlines()) for stack in stacks]
         ranks = [one for one in found if one.functions and "_worker_loop" not in one.functions]
@@ -86,7 +85,7 @@ class Failure:
 
 
 def _place(frames: Sequence[tuple[str | Any, ...]]) -> str:
-    """Return the innermost place that is the user's own, of frames from the innermost outwards."""
+    """Return the innermost place in the user's code, of frames from the innermost outwards."""
     for file, line, function in frames:
         if not re.search(r"/lib/python3|/site-packages/|/lockstep/|^<", file):
             return f"{Path(file).name}:{line} in {function}"

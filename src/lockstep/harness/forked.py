@@ -1,7 +1,7 @@
-"""Ranks that are forked from this process, to run one function in a real gloo group.
+"""Run a function on several ranks, forked from this process, in a real gloo group.
 
-Owns: forking them, and what each returned or raised. Does not own: the group, which each rank
-enters itself.
+Owns: forking the ranks, and returning their results or errors. Does not own: the group, which each
+rank enters itself.
 """
 
 import functools
@@ -17,16 +17,16 @@ import torch
 
 from lockstep.dist.environment import leave_process
 from lockstep.harness.ranks import free_port, rank_variables
-from lockstep.torch_compat.private import COMPILER
+from lockstep.torch_compat import COMPILER
 
 
 def run_ranks(
     num_ranks: int, action: Callable[..., Any], *args: Any, timeout_s: float = 60
 ) -> list[Any]:
-    """Run `action(*args)` in `num_ranks` forked processes and return what each returned.
+    """Run `action(*args)` in `num_ranks` forked processes and return their results.
 
-    Each process finds the launch variables of its rank and calls `World.enter`
-    itself. If one fails, the others are ended and its traceback is raised here.
+    Each process has the launch variables of its rank; `action` calls `World.enter`. If one fails,
+    the others are killed, and a RuntimeError with its traceback is raised.
     """
     warm_up()
     context = multiprocessing.get_context("fork")
@@ -42,7 +42,7 @@ def run_ranks(
     try:
         for rank, (_, receiver) in enumerate(children):
             if not receiver.poll(timeout_s):
-                raise TimeoutError(f"rank {rank} said nothing for {timeout_s} s")
+                raise TimeoutError(f"rank {rank} returned nothing for {timeout_s} s")
             try:
                 ok, value = receiver.recv()
             except EOFError:
@@ -61,8 +61,8 @@ def run_ranks(
 
 @functools.cache
 def warm_up() -> None:
-    """Import here what every forked rank would otherwise import for itself."""
-    for name in ("lockstep.trainer", COMPILER):  # the latter for exact mode
+    """Import modules once, so that forked ranks need not import them."""
+    for name in ("lockstep.trainer", COMPILER):  # exact mode imports the compiler
         importlib.import_module(name)
 
 

@@ -1,7 +1,7 @@
-"""Ranks of one group on this machine, each started by hand.
+"""Launch variables for ranks on this machine that no launcher starts.
 
-Owns: the variables that make a process such a rank, and the port where the ranks meet. Does not
-own: starting the processes (`runs.py` a command's, `forked.py` forked ones).
+Owns: the variables of a rank, and choosing a free port. Does not own: starting the processes
+(`runs.py`, `forked.py`).
 """
 
 import os
@@ -10,15 +10,17 @@ import socket
 from collections import deque
 from pathlib import Path
 
+from lockstep.text_input import whole_number
+
 NUM_HELD = 64
-"""How many of the ports it was given a process keeps others from being given."""
+"""The number of its last ports that a process reserves."""
 _held: deque[int] = deque()
 
 
 def rank_variables(
     rank: int, size: int, port: int, *, local_size: int = 0, threads: int | None = None
 ) -> dict[str, str]:
-    """Return the environment of one rank, of `local_size` on this machine; by default all are."""
+    """Return the environment of one rank; `local_size` ranks (default: all) are on this machine."""
     values = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -32,13 +34,19 @@ def rank_variables(
     return {name: str(value) for name, value in values.items()}
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on, and that no other caller is given for a while.
+def threads_of_each(num_ranks: int) -> int:
+    """Return the CPU threads of each of so many ranks: OMP_NUM_THREADS, or a share of the cores."""
+    given = whole_number(os.environ.get("OMP_NUM_THREADS", ""))
+    return given or max(1, (os.cpu_count() or 1) // num_ranks)
 
-    Who gets a port holds an abstract socket of the same number, until it ends or has asked for
-    many more: so two processes that ask at the same time get different ports, and no file is
-    left behind. The ports lie below the range from which the kernel picks ports itself, so no
-    connection takes one between this call and its use.
+
+def free_port() -> int:
+    """Return a free port that no other caller of this function gets for a while.
+
+    A process reserves a port by an abstract socket of the same number, until it ends or has asked
+    for many more ports. So processes that call this at the same time get different ports, and no
+    file is left behind. The ports are below the kernel's ephemeral range, so no outgoing
+    connection uses one before its caller does.
     """
     end = _first_ephemeral_port()
     begin = end // 2
@@ -60,7 +68,7 @@ def free_port() -> int:
 
 def _first_ephemeral_port() -> int:
     try:
-        said = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+        limits = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
     except OSError:
         return 32768
-    return max(16384, int(said.split()[0]))
+    return max(16384, int(limits.split()[0]))

@@ -1,7 +1,7 @@
-"""Runs of a command, each in a folder of its own: as it was typed, or as ranks of one group.
+"""Run a command several times, each run in a separate folder: as typed, or as ranks of one group.
 
-Owns: starting the ranks, following them, starting them again after a kill, and why they failed.
-Does not own: what a callback does in them (`callback.py` of each tool), or what is made of it.
+Owns: starting the ranks, watching them, starting them again after a kill, and reporting a failure.
+Does not own: the callbacks in them (`callback.py` of each tool), or the use of their results.
 """
 
 import os
@@ -18,7 +18,7 @@ from lockstep.harness.failure import Failure
 from lockstep.harness.ranks import free_port, rank_variables
 
 OTHERS_S = 5.0
-"""How long ranks may go on after one of them has failed."""
+"""How long ranks may continue after one of them has failed."""
 
 
 class CommandRuns:
@@ -28,9 +28,9 @@ class CommandRuns:
         words: The command.
         folder: Gets a folder for each run.
         attach: Returns the variables that attach the tool's callback, given the run's folder.
-        limit_s: How long a run may go without a sign of life.
-        tell: Is told of each run that ended well, and its seconds.
-        threads: What each of several ranks computes with; sums depend on it.
+        limit_s: The longest time without a sign of life of a run.
+        tell: Called with the name and the seconds of each run that succeeds.
+        threads: The CPU threads of each of several ranks; sums depend on it.
         base: The variables to start from; by default those of this process.
         work_folder: Where the command runs; by default where this process does.
     """
@@ -61,14 +61,15 @@ class CommandRuns:
         """Run the command, and again after a kill; return the folder of its files.
 
         Args:
-            name: What the run is called.
-            ranks: As how many ranks it is started; 0: as it was typed.
-            settings: What the callback is asked to do.
+            name: The name of the run.
+            ranks: The number of ranks to start; 0: run the command as typed.
+            settings: The settings for the callback.
 
         Raises:
-            LaunchError: it failed, or showed no sign of life.
+            LaunchError: the run failed, or showed no sign of life.
         """
-        folder, began = self.folder / name.replace(" ", "_"), time.monotonic()
+        folder = self.folder / name.replace(" ", "_")
+        began = time.monotonic()
         folder.mkdir()
         write_settings(folder, **settings)
         self._run(name, folder, ranks)
@@ -91,26 +92,37 @@ class CommandRuns:
                 command.close()
 
     def start(self, folder: Path, ranks: int) -> list[RunningCommand]:
-        """Start the command as it was typed, or as so many ranks of one group."""
+        """Start the command as typed, or as `ranks` ranks of one group."""
         env = dict(self.attach(folder))
         place: dict[str, Any] = {"base": self.base, "work_folder": self.work_folder}
         if not ranks:
             return [RunningCommand(self.words, env, folder / "output.txt", **place)]
-        port, commands = free_port(), []
+        port = free_port()
+        commands = []
         for rank in range(ranks):
-            own = rank_variables(rank, ranks, port, threads=self.threads)
+            words = [*self.words_before(rank), *self.words]
+            own = self.variables(rank, ranks, port)
             output = folder / f"output_{rank}.txt"
-            commands.append(RunningCommand(self.words, env | own, output, **place))
+            commands.append(RunningCommand(words, env | own, output, **place))
         return commands
+
+    def words_before(self, rank: int) -> list[str]:
+        """Return what stands before the command of one rank; a subclass may start it elsewhere."""
+        return []
+
+    def variables(self, rank: int, ranks: int, port: int) -> dict[str, str]:
+        """Return the environment of one rank of a group on this machine."""
+        return rank_variables(rank, ranks, port, threads=self.threads)
 
     def _follow(
         self, commands: Sequence[RunningCommand], folder: Path, may_be_killed: bool = False
     ) -> str:
-        """Wait for the end; return how it ended, or nothing if it ended well.
+        """Wait for the end; return how the run failed, or "" if it succeeded.
 
-        A launcher has time to notice the kill, and may start the ranks again by itself.
+        After a kill a launcher has time to react, and may restart the ranks.
         """
-        size, last = -1, time.monotonic()
+        size = -1
+        last = time.monotonic()
         while True:
             codes = [command.code for command in commands]
             for command in commands:
@@ -123,28 +135,29 @@ class CommandRuns:
             traces = list((folder / TRACE).glob("rank_*.jsonl"))
             now = sum(path.stat().st_size for path in traces)
             if now != size:
-                size, last = now, time.monotonic()
+                size = now
+                last = time.monotonic()
             limit_s = self.limit_s if traces else max(self.limit_s, START_S)
             if may_be_killed and (folder / KILLED).exists():
                 limit_s = min(limit_s, LAUNCHER_S)
             if time.monotonic() - last > limit_s:
-                return f"nothing for {limit_s:g} s"
+                return f"no sign of life for {limit_s:g} s"
             time.sleep(POLL_S)
 
     def _let_end(self, commands: Sequence[RunningCommand]) -> None:
-        """Let the ranks that wait for a dead one say so, and not for long."""
+        """Give the other ranks a short time to report their errors."""
         deadline = time.monotonic() + OTHERS_S
         while time.monotonic() < deadline and any(command.code is None for command in commands):
             time.sleep(POLL_S)
 
     def _failure(self, name: str, commands: Sequence[RunningCommand], ended: str) -> LaunchError:
-        """Say why a run did not get to its end."""
+        """Return the error for a run that failed."""
         command = next((command for command in commands if command.code), commands[0])
         failure = Failure.read(command.text)
         advice = failure.advice or "run the command by itself"
         error = re.sub(r"^lockstep\.errors\.\w+: ", "", failure.error)
         where = f" at {failure.place}" if failure.place else ""
         return LaunchError(
-            f"the command did not get through ({name}: {ended}): {error}{where}",
-            f"read what it printed in {command.output}; {advice}",
+            f"the command failed ({name}: {ended}): {error}{where}",
+            f"read its output in {command.output}; {advice}",
         )

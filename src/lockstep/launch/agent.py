@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -25,9 +24,11 @@ from lockstep.launch.failure import (
     from_record,
     waited_in_vain,
 )
+from lockstep.launch.logs import LogFollowers
 from lockstep.launch.ranks import Ranks
 from lockstep.launch.stopping import StopRequest
 from lockstep.signals import EXIT_CODES, EXIT_NOT_SAVED
+from lockstep.torch_compat.private import num_restarts_left, rule_out_restarts, started_processes
 
 LEFT_S = 15.0
 """Ranks whose machine was left alone notice it, and end. Those that have not by then are stuck."""
@@ -40,6 +41,8 @@ ABANDONED_PEERS_S = 5.0
 class Agent(LocalElasticAgent):
     """Torch's agent for the ranks of one machine.
 
+    The methods it overrides are private by name, and what torch documents to be overridden.
+
     Args:
         stop: The signals to the launcher.
         wait_s: How long to wait for a node that was lost to come back.
@@ -51,15 +54,16 @@ class Agent(LocalElasticAgent):
         self.wait_s = wait_s
         self.exit_code = 0
         self.ranks: Ranks | None = None
+        self.logs = LogFollowers([])
         self.seen: Counter[str] = Counter()
         self.left_at = 0.0
         self.has_told = False
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
-        context: Any = self._pcontext
-        folders = [Path(file).parent for _, file in sorted(context.error_files.items())]
-        self.ranks = Ranks(context._pc.processes, folders, worker_group.workers[0].global_rank)
+        processes, folders = started_processes(self)
+        self.ranks = Ranks(processes, folders, worker_group.workers[0].global_rank)
+        self.logs = LogFollowers(folders)
         self.stop.watch(self.ranks)
         return started
 
@@ -72,9 +76,7 @@ class Agent(LocalElasticAgent):
         """
         handler = worker_group.spec.rdzv_handler
         ranks = self.ranks
-        context = self._pcontext
         assert ranks is not None
-        assert context is not None
         if handler.loss is not None:
             return self._end_round(handler.loss)
         if not self.has_told and handler.is_closed():
@@ -86,7 +88,7 @@ class Agent(LocalElasticAgent):
         codes = ranks.codes
         failure = find_failure(ranks)
         if failure is None and all(code == 0 for code in codes):
-            context.close()  # shows what is left of their logs
+            self.logs.finish()
             returned = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=returned)
         if failure is None:
@@ -102,7 +104,7 @@ class Agent(LocalElasticAgent):
     def _end_round(self, loss: str) -> RunResult:
         """Say which node was lost; the agent ends the ranks, and waits for it if it may."""
         then = "try: run the same command on every node; it resumes from the last checkpoint"
-        if self._remaining_restarts:
+        if num_restarts_left(self):
             then = f"waiting for it to come back, {self.wait_s:g} s at most"
         say(f"lockstep: {loss}\n  {then}\n")
         self.exit_code = self.exit_code or 1
@@ -116,8 +118,8 @@ class Agent(LocalElasticAgent):
         if is_loop and failure.code not in FINAL_CODES:
             self.exit_code = EXIT_CRASH_LOOP
         if is_loop or failure.code in FINAL_CODES:
-            self._remaining_restarts = 0
-        say(failure.text(self._remaining_restarts, is_loop))
+            rule_out_restarts(self)
+        say(failure.text(num_restarts_left(self), is_loop))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End the ranks that are left: on a signal to the launcher, with time to save."""
@@ -128,6 +130,7 @@ class Agent(LocalElasticAgent):
         elif self.ranks is not None:
             self.ranks.end(death_sig, lambda: deadline)
         super()._shutdown(death_sig, timeout)
+        self.logs.finish()
 
     def code_after_stop(self, requested: signal.Signals) -> int:
         """Return what to exit with after a signal: the ranks have saved, or it says that not."""

@@ -167,7 +167,7 @@ def _left_run(ranks: Ranks) -> Failure | None:
     line = f"{where}, inside a run that had not finished"
     if len(inside) > 1:
         line += f"; so did {len(inside) - 1} more"
-    remedy = "find what ends the process there: os._exit() in a thread, or exit() in C code"
+    remedy = "look for what ends the process there: os._exit() in a thread, or exit() in C code"
     return Failure(rank, EXIT_EARLY, (line,), remedy=remedy)
 
 

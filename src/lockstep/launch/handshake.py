@@ -82,12 +82,12 @@ def _read_or_make_key(path: Path) -> bytes:
         raise LaunchError(
             f"the job key {path} may be read by others "
             f"(owner {about.st_uid}, mode {stat.S_IMODE(about.st_mode):04o})",
-            f"chmod 600 {path}, or {remedy}",
+            f"run chmod 600 {path}, or {remedy}",
         )
     if len(key) < MIN_TOKEN_CHARACTERS:
         raise LaunchError(
             f"the job key {path} has {len(key)} characters, fewer than {MIN_TOKEN_CHARACTERS}",
-            f"delete it, and a new one is made; or {remedy}",
+            f"remove it, and a new one is made; or {remedy}",
         )
     return key
 

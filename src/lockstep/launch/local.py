@@ -14,13 +14,12 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
 from lockstep.dist.addresses import LOOPBACK, check_loopback, interface_towards
 from lockstep.errors import LaunchError, plain, shown
@@ -29,8 +28,11 @@ from lockstep.launch.member import Membership, Place, parse_head
 from lockstep.launch.stopping import SIGNALS, Stopped, StopRequest
 from lockstep.launch.worker import check_module, check_script, work
 from lockstep.text_input import LARGEST
+from lockstep.torch_compat import COMPILER
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import LogsSpecs
+
     from lockstep.launch.agent import Agent
     from lockstep.launch.rendezvous import OneNodeRendezvous
 
@@ -132,26 +134,28 @@ def _run_ranks(
         forkserver.ensure_running()  # it imports torch while we do
 
     from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from lockstep.launch.rendezvous import OneNodeRendezvous, SeveralNodesRendezvous
 
-    _shorten_pauses()
     # The failing rank has said what is wrong; the agent's own table says it again, worse.
     for chatty in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     _check_gpus(command.num_processes)
     handler = OneNodeRendezvous() if membership is None else SeveralNodesRendezvous(membership)
-    agent = _build_agent(command, handler, stop)
+    others = range(1, command.num_processes)  # the first is heard as it is: `worker.keep_log`
+    logs = DefaultLogsSpecs(command.logs, redirects=dict.fromkeys(others, Std.ALL))
+    agent = _build_agent(command, handler, logs, stop)
     if command.logs is None:
-        stop.log_folder = agent._logs_specs.root_log_dir
+        stop.log_folder = logs.root_log_dir
     try:
         with _as_nobody():
             result = agent.run()
     except OSError as error:
         raise LaunchError(
             f"the ranks cannot be started: {error}",
-            "room in /dev/shm and in the temporary folder, more open files (ulimit -n)",
+            "free /dev/shm and the temporary folder, and allow more open files (ulimit -n)",
         ) from error
     except Stopped:
         assert stop.requested is not None
@@ -165,7 +169,7 @@ def _run_ranks(
     finally:
         handler.shutdown()
         if command.logs is None:
-            shutil.rmtree(agent._logs_specs.root_log_dir, ignore_errors=True)  # a temporary folder
+            shutil.rmtree(logs.root_log_dir, ignore_errors=True)  # a temporary folder
     return int(agent.exit_code) if result.is_failed() else 0
 
 
@@ -181,7 +185,7 @@ def preloaded(restarts: int) -> list[str]:
     Exact mode asks for torch's compiler, which takes over a second to import: better once than in
     every rank that goes on; where none does, better only in those that ask.
     """
-    return ["lockstep.launch.warm", *(["torch._dynamo"] if restarts else [])]
+    return ["lockstep.launch.warm", *([COMPILER] if restarts else [])]
 
 
 def _check(command: LaunchRequest) -> None:
@@ -226,16 +230,15 @@ def _check_gpus(num_processes: int) -> None:
 
     if 0 < device_count() < num_processes:
         raise LaunchError(
-            f"{num_processes} processes were asked for, and there are {device_count()} GPUs",
-            f"--gpus {device_count()}, or CUDA_VISIBLE_DEVICES= to train on the CPU",
+            f"there are {device_count()} GPUs, fewer than {num_processes} processes",
+            f"pass --gpus {device_count()}, or set CUDA_VISIBLE_DEVICES= to train on the CPU",
         )
 
 
 def _build_agent(
-    command: LaunchRequest, handler: "OneNodeRendezvous", stop: StopRequest
+    command: LaunchRequest, handler: "OneNodeRendezvous", logs: "LogsSpecs", stop: StopRequest
 ) -> "Agent":
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
 
     from lockstep.launch.agent import Agent
 
@@ -248,39 +251,7 @@ def _build_agent(
         max_restarts=command.restarts,
         monitor_interval=MONITOR_S,
     )
-    others = range(1, command.num_processes)  # the first is heard as it is: `worker.keep_log`
-    logs = DefaultLogsSpecs(command.logs, tee=dict.fromkeys(others, Std.ALL))
     return Agent(spec, logs, stop=stop, wait_s=command.wait_s, start_method="forkserver")
-
-
-def _shorten_pauses() -> None:
-    """Have the agent copy the last lines of a rank at once: every restart waits for them."""
-    from torch.distributed.elastic.multiprocessing import tail_log
-
-    tail_log.tail_logfile = follow_log  # type: ignore[assignment]
-
-
-def follow_log(
-    header: str, file: str, dst: TextIO, finished: threading.Event, interval_sec: float, **_: Any
-) -> None:
-    """Copy the lines of a file as they come, until it is finished: then at once, not after a nap.
-
-    The agent's own sleeps between two looks, and every restart waits for two such naps.
-    """
-    line, is_last = "", False
-    while not os.path.exists(file):
-        if finished.wait(interval_sec):
-            return
-    with open(file, errors="replace") as lines:
-        while not is_last:
-            is_last = finished.wait(interval_sec)  # what was written before is read after
-            for piece in lines:
-                line += piece
-                if line.endswith("\n"):
-                    dst.write(header + line)
-                    line = ""
-    if line:
-        dst.write(f"{header}{line}\n")
 
 
 @contextmanager

@@ -197,7 +197,7 @@ class Membership:
         except LinkLostError as lost:
             raise LaunchError(
                 f"node 0 at {self.place.head} ended before all {self.place.num_nodes} nodes came",
-                "see what node 0 says, then run the same command on every node",
+                "read what node 0 printed, then run the same command on every node",
             ) from lost
         processes = [int(count) for count in answer["processes"]]
         if self.processes and self.processes != processes:

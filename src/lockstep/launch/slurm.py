@@ -255,7 +255,7 @@ def submit(job: Job, python: str) -> str:
         said = [re.sub(r"^sbatch: (error: )?", "", line) for line in lines]
         raise LaunchError(
             f"SLURM refuses the job: {'; '.join(said)}",
-            f"ask sinfo and scontrol what there is; the script is {job.script}",
+            f"check the partition, account and limits with sinfo and scontrol; the script is {job.script}",
         )
     sys.stderr.write(asked.err)  # a site's own remarks
     job_id = asked.out.strip().split(";")[0]

@@ -4,13 +4,10 @@ The process that forks the workers imports this. It must start no thread and tou
 GPU: a fork carries neither over.
 """
 
-import atexit
-import os
-
 import torch.utils.data  # noqa: F401
 
 import lockstep.trainer  # noqa: F401
+from lockstep.parent import end_with_parent
 
-# Workers end with this process, and it ends when its launcher is gone: at once, without
-# taking down half of torch first.
-atexit.register(os._exit, 0)
+# Workers end with this process, and this process with its launcher.
+end_with_parent()

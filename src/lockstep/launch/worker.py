@@ -15,23 +15,21 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import find_spec
-from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
 
 from lockstep.dist import position
 from lockstep.dist.detect import LAUNCH_ID, shows_traceback
 from lockstep.errors import LaunchError, LockstepError, plain, sentence, shown
 from lockstep.parent import end_with_parent
 from lockstep.signals import last_exit_code
+from lockstep.torch_compat.private import run_exit_functions
 
 RECORD = "end.json"
 """How a rank's script ended, and when."""
@@ -45,8 +43,9 @@ FIRST_FAILURE = "LOCKSTEP_FIRST_FAILURE"
 
 def work(*words: str) -> None:
     """Run `python *words` in this process."""
-    atexit.unregister(os._exit)  # what `warm` put there was meant for the process it is in
-    end_with_server()
+    end_with_parent()
+    if os.getppid() == 1:  # the process that forked us is gone already
+        os.kill(os.getpid(), signal.SIGKILL)
     os.environ[LAUNCH_ID] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     if os.environ["LOCAL_RANK"] == "0":
@@ -54,17 +53,6 @@ def work(*words: str) -> None:
     with suppress(OSError):  # without room for it, the run goes on, and its launcher knows less
         position.own.share(folder / POSITION)
     faulthandler.register(signal.SIGUSR2, (folder / PLACE).open("w"), all_threads=False)
-    own_process = os.getpid()
-    leave = os._exit
-
-    def exit_now(status: int) -> NoReturn:
-        if os.getpid() == own_process:
-            if threading.current_thread() is threading.main_thread():
-                sys.exit(status)  # past what was registered with `atexit`
-            leave_record(folder, status)  # `sys.exit` would end the thread alone
-        leave(status)
-
-    os._exit = exit_now
     sys.excepthook = lambda kind, error, trace: leave_record(folder, code_of(error), error)
     code = 0
     try:
@@ -85,10 +73,9 @@ def work(*words: str) -> None:
     from lockstep.dist.process_group import let_gloo_finish
 
     atexit.unregister(let_gloo_finish)  # this process does not take its interpreter down
-    atexit._run_exitfuncs()  # a forked process would leave them out, and W&B relies on them
+    run_exit_functions()  # a forked process would leave them out, and W&B relies on them
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit = leave  # the process that forked us ends us by it: taking torch down is slow
     # Not `sys.exit(0)`, for which torch would keep this process alive until all ranks are done.
     # Ended, it closes its connections, and a rank that still waits for it notices.
     sys.exit(code or None)
@@ -114,7 +101,11 @@ def keep_log(folder: Path) -> None:
         os.dup2(copier.stdin.fileno(), stream.fileno())
         copier.stdin.close()
         # What was a file is a pipe now, which cannot seek.
-        setattr(sys, name, os.fdopen(stream.fileno(), "w", buffering=1, closefd=False))
+        opened = os.fdopen(stream.fileno(), "w", buffering=1, closefd=False)
+        if name == "stdout":
+            sys.stdout = opened
+        else:
+            sys.stderr = opened
 
 
 def check_script(words: Sequence[str]) -> None:
@@ -233,21 +224,6 @@ def note_end(code: int) -> None:
         runtime.note_failure()
 
 
-def end_with_server() -> None:
-    """Have the kernel end this process when the one that forked it is gone.
-
-    That one ends when nobody holds the other end of its pipe but the launcher; it hands
-    every worker a copy, so each must give its own away.
-    """
-    server: Any = forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
-    end_with_parent()
-    if os.getppid() == 1:  # it is gone already
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def leave_record(folder: Path, code: int, error: BaseException | None = None) -> None:
     """Leave how this rank ended, and when, for the launcher to find the first that failed."""
     told = {
@@ -315,18 +291,11 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 def be_task(words: Sequence[str]) -> None:
     """Run `python *words` as one of srun's tasks.
 
-    A failure is told before this process ends: the others notice the end, and fail of it.
+    A failure is told before this process ends: the others notice the end, and fail of it. The
+    shell around each task in `job.sh` tells the exit code of one that ends by `os._exit`.
     """
     if not sys.flags.safe_path:
         del sys.path[0]  # the folder it was started in, which `python SCRIPT` would not look into
-    own_process, leave = os.getpid(), os._exit
-
-    def exit_now(status: int) -> NoReturn:
-        if status and os.getpid() == own_process:
-            _is_first(f"{status}\n")
-        leave(status)
-
-    os._exit = exit_now
     sys.excepthook = tell
     try:
         run_script(words)

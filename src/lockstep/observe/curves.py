@@ -155,7 +155,8 @@ def _plot_held_out(axes: "Axes", held_out: dict[str, Series]) -> None:
         )
     if axes.get_lines():
         # Below the panel: inside, the legend might hide a curve.
-        place, plain = (0.0, -0.14), {"frameon": False, "fontsize": 9, "labelcolor": INK}
+        place = (0.0, -0.14)
+        plain = {"frameon": False, "fontsize": 9, "labelcolor": INK}
         is_long = max(map(len, held_out), default=0) > MAX_LETTERS
         plain["ncols"] = 1 if is_long else 2  # a legend wider than the panel would shrink it
         axes.legend(loc="upper left", bbox_to_anchor=place, borderaxespad=0.0, **plain)

@@ -1,1 +1,1 @@
-"""The very command in miniature, killed at its first checkpoint and resumed."""
+"""Run a few steps of a command, kill it at its first checkpoint, and resume it."""

@@ -1,8 +1,8 @@
-"""The callback of `lockstep rehearse`: notes what a run does, and waits to be killed.
+"""The callback of `lockstep rehearse`: writes notes about a run, and waits to be killed.
 
 Owns: the evaluation and the checkpoint in the middle of a rehearsed run, and the notes of each
-rank. Does not own: how a run shrinks (`lockstep.run.rehearsal`, and `Loader` for a loop of one's
-own), nor the verdict (`rehearsal.py`).
+rank. Does not own: the number of steps (`lockstep.run.rehearsal`, and `Loader` for a custom loop),
+or the verdict (`rehearsal.py`).
 """
 
 import os
@@ -21,32 +21,32 @@ from lockstep.step.report import StepReport
 
 CALLBACK = "lockstep.rehearse.callback:RehearsalCallback"
 HOLD_S = 300.0
-"""How long a rank waits at its first checkpoint to be killed, should nobody come."""
+"""How long a rank waits at its first checkpoint to be killed."""
 
 
 class RehearsalCallback(Callback):
-    """One rank's share of a rehearsal."""
+    """Writes the notes of one rank."""
 
     def __init__(self) -> None:
         self.folder = tool_folder()
         self.note("process")
 
     def note(self, event: str, step: int = 0, **values: Any) -> None:
-        """Tell the tool."""
+        """Append a note, which the tool reads."""
         write_note(self.folder, event, step=step, **values)
 
     @property
     def was_killed(self) -> bool:
-        """Say whether the run has been killed already, and is to resume."""
+        """Return whether the run has been killed already, and resumes."""
         return (self.folder / KILLED).exists()
 
     def configure(self, task: Any, config: RunConfig, world: Collectives) -> RunConfig:
-        """Evaluate and save half-way."""
+        """Evaluate and save halfway."""
         self.note("run", output_dir=str(Path(config.output_dir).absolute()))
-        return with_a_middle(config, self.was_killed)
+        return saving_halfway(config, self.was_killed)
 
     def on_run_start(self, run: RunView) -> None:
-        """Note that this rank is there, and from which step it goes on."""
+        """Note that this rank has started, and its first step."""
         self.note("start", run.step)
 
     def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
@@ -54,21 +54,22 @@ class RehearsalCallback(Callback):
         self.note("trained", run.step)
 
     def on_checkpoint_saved(self, run: RunView, path: Path) -> None:
-        """Note a checkpoint, and wait at the first one to be killed."""
+        """Note a checkpoint; at the first one, wait to be killed."""
         if not run.world.is_first:
             return
         is_first_save = not self.was_killed
         self.note("saved", run.step, path=str(path.absolute()))
-        parent, deadline = os.getppid(), time.monotonic() + HOLD_S
+        parent = os.getppid()
+        deadline = time.monotonic() + HOLD_S
         while is_first_save and time.monotonic() < deadline and os.getppid() == parent:
             time.sleep(0.05)
 
 
-def with_a_middle(config: RunConfig, was_killed: bool) -> RunConfig:
-    """Return a rehearsed config that also evaluates and saves half-way, and can go on."""
+def saving_halfway(config: RunConfig, was_killed: bool) -> RunConfig:
+    """Return a rehearsed config that also evaluates and saves halfway; resume it after a kill."""
     total = config.max_steps or config.epochs or STEPS
     half: dict[str, Any] = {"every_epochs": None, "every_steps": max(1, total // 2)}
-    # The first save is waited for, so that the kill finds the run where it is expected.
+    # Save in the foreground before the kill, so that the run is killed at a known step.
     saving = half | ({} if was_killed else {"background": False})
     return config.model_copy(
         update={

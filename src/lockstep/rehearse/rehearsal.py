@@ -1,11 +1,11 @@
-"""A command in miniature, killed and resumed: what each of its phases showed.
+"""Rehearse a command: run a few of its steps, kill it, resume it, and judge each phase.
 
-Owns: starting the command, killing a rank at its first checkpoint, starting it again, and what was
-seen of each phase. Does not own: how a run shrinks (`lockstep.run.rehearsal`), what its processes
-note (`callback.py`), or what is printed (`cli/rehearse.py`).
+Owns: starting the command, killing a rank at its first checkpoint, starting it again, and the
+verdict of each phase. Does not own: the number of steps (`lockstep.run.rehearsal`), the notes of
+its processes (`callback.py`), or the output (`cli/rehearse.py`).
 
-What happened is read from the run's own record, `events/rank_0.jsonl`, and from the notes of its
-ranks. The phases come in this order, so a run that dies or hangs did so in the first phase that was
+The phases are detected from the run's events, `events/rank_0.jsonl`, and from the notes of its
+ranks. They come in a fixed order, so a run that fails or hangs does so in the first phase that was
 not seen.
 """
 
@@ -30,17 +30,17 @@ from lockstep.rehearse.callback import CALLBACK
 PHASES = ("start", "train", "log", "validate", "save", "kill", "resume", "finish")
 HUNG = "hung"
 STACK_S = 3.0
-"""How long a process that hangs may take to say where."""
+"""How long a hung process may take to print its stack."""
 
-Sign = Mapping[str, Any]
+Record = Mapping[str, Any]
 """A note of a rank, or an event of the run."""
-Signs = defaultdict[str, list[Sign]]
-"""By their kind, in order of time."""
+Records = defaultdict[str, list[Record]]
+"""Notes and events by their kind, in order of time."""
 
 
 @dataclass
 class Phase:
-    """One thing a run must be able to do."""
+    """A part of a run, and whether it worked."""
 
     phase: str
     verdict: str = "not seen"
@@ -51,14 +51,14 @@ class Phase:
 
 @dataclass
 class Report:
-    """What a rehearsal showed."""
+    """The result of a rehearsal."""
 
     command: list[str]
     phases: list[Phase] = field(default_factory=lambda: [Phase(name) for name in PHASES])
     folder: str | None = None
-    """The rehearsed run's own."""
+    """The folder of the rehearsed run."""
     output: str | None = None
-    """What the command printed; kept unless all is well."""
+    """The file with the command's output, which is kept unless the rehearsal passed."""
     without: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Phase:
@@ -66,36 +66,36 @@ class Report:
 
     @property
     def failed(self) -> str | None:
-        """Return the phase in which it went wrong."""
+        """Return the phase that failed, if any."""
         return next((phase.phase for phase in self.phases if phase.verdict == "failed"), None)
 
     @property
     def missing(self) -> list[str]:
-        """Return the phases that should have been seen and were not."""
+        """Return the required phases that were not seen."""
         unseen = [phase.phase for phase in self.phases if phase.verdict == "not seen"]
         return [name for name in unseen if name not in self.without]
 
     @property
     def verdict(self) -> str:
-        """Return one word for all of it."""
+        """Return `failed`, `incomplete` or `passed`."""
         return "failed" if self.failed else "incomplete" if self.missing else "passed"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the report as plain values."""
         return {"verdict": self.verdict, "failed": self.failed, "missing": self.missing} | asdict(
             self
         )
 
 
 class Rehearsal:
-    """Takes a command through its phases.
+    """Rehearses one command.
 
     Args:
         words: The command.
-        folder: For what it prints, its ranks' notes, and the checkpoints of a loop of one's own.
-        limit_s: How long it may go without a sign of life.
-        without: The phases that need not be seen.
-        tell: Is told of each phase that was seen, or failed.
+        folder: A folder for its output, its ranks' notes, and the checkpoints of a custom loop.
+        limit_s: The longest time without a sign of life.
+        without: The phases that are not required.
+        on_phase: Called with each phase that was seen, or failed.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Rehearsal:
         folder: Path,
         limit_s: float,
         without: Sequence[str] = (),
-        tell: Callable[[Phase], None] = lambda phase: None,
+        on_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         self.folder = folder
         self.limit_s = limit_s
-        self.tell = tell
+        self.on_phase = on_phase
         self.report = Report(list(words), without=tuple(without))
         self.env = {
             **attached(folder, CALLBACK),
@@ -119,16 +119,16 @@ class Rehearsal:
         self.began = time.time()
         self.killed_at: float | None = None
         self._seen_s = 0.0
-        """When the last phase was seen."""
+        """Seconds from the start to the last phase that was seen."""
 
     def run(self) -> Report:
-        """Take the command through all phases, and return what was seen."""
+        """Run the command through all phases, and return the report."""
         command = self._start()
         try:
             ended = self._follow(command, until="saved")
             if not ended:
                 self._kill(command)
-                if command.code is not None:  # no launcher that would start it again by itself
+                if command.code is not None:  # no launcher has restarted it
                     command.close()
                     command = self._start()
                 ended = self._follow(command)
@@ -142,60 +142,62 @@ class Rehearsal:
 
     # --- watching ------------------------------------------------------------
 
-    def _signs(self, after_kill: bool = False) -> Signs:
+    def _records(self, after_kill: bool = False) -> Records:
         """Return the notes and events so far."""
         notes = read_notes(self.folder)
-        signs = list(notes)
+        records = list(notes)
         if runs := [note["output_dir"] for note in notes if note["event"] == "run"]:
             self.report.folder = runs[0]
             if Path(runs[0], "events", "rank_0.jsonl").exists():
-                signs += read_events(runs[0], raw=True)
+                records += read_events(runs[0], raw=True)
         since = (self.killed_at or time.time()) if after_kill else self.began
-        found: Signs = defaultdict(list)
-        for sign in sorted(signs, key=lambda sign: float(sign["time"])):
-            if sign["time"] >= since:
-                found[sign["event"]].append(sign)
+        found: Records = defaultdict(list)
+        for record in sorted(records, key=lambda record: float(record["time"])):
+            if record["time"] >= since:
+                found[record["event"]].append(record)
         return found
 
     def _follow(self, command: RunningCommand, until: str = "") -> str:
-        """Wait for a kind of sign; return how the command ended instead, if it did.
+        """Wait for a record of the kind `until`; if the command ends before, return how.
 
-        Hung means: no sign of life for `limit_s`.
+        The result is "hung" after `limit_s` without a new record.
         """
-        num_signs, last = -1, time.monotonic()
+        num_records = -1
+        last = time.monotonic()
         while True:
             code = command.code
             command.note_children()
-            signs = self._signs()
-            self._look(signs)
-            if signs[until]:
+            records = self._records()
+            self._detect_phases(records)
+            if records[until]:
                 return ""
             if code is not None:
                 return f"exit code {code}" if code >= 0 else f"ended by signal {-code}"
-            num = sum(map(len, signs.values()))
-            if num != num_signs:
-                num_signs, last = num, time.monotonic()
-            has_begun = any(note["time"] > command.began for note in signs["process"])
+            num = sum(map(len, records.values()))
+            if num != num_records:
+                num_records = num
+                last = time.monotonic()
+            has_begun = any(note["time"] > command.began for note in records["process"])
             limit_s = self.limit_s if has_begun else max(self.limit_s, START_S)
             if time.monotonic() - last > limit_s:
-                self._ask_where(command)
+                self._print_stacks(command)
                 return HUNG
             time.sleep(POLL_S)
 
-    def _ask_where(self, command: RunningCommand) -> None:
-        """Have the ranks that hang, and the readers of their data, print their stacks and end."""
-        pids = {note["pid"] for note in self._signs()["process"]}
+    def _print_stacks(self, command: RunningCommand) -> None:
+        """Make hung ranks and their loader workers print their stacks and end."""
+        pids = {note["pid"] for note in self._records()["process"]}
         alive = [psutil.Process(command.process.pid), *command.family]
         ranks = [process for process in alive if process.pid in pids]
-        readers = [child for rank in ranks for child in children_of(rank)]
-        for process in [*readers, *ranks]:  # one after the other, or they talk at the same time
+        workers = [child for rank in ranks for child in children_of(rank)]
+        for process in [*workers, *ranks]:  # one after another, so that output is not mixed
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGABRT)
                 process.wait(STACK_S)
 
     def _kill(self, command: RunningCommand) -> None:
-        """End the rank that saved as a power cut would; give its launcher time to notice."""
-        saved = self._signs()["saved"][0]
+        """Kill the rank that saved, and give its launcher time to react."""
+        saved = self._records()["saved"][0]
         (self.folder / KILLED).touch()
         self.killed_at = time.time()
         os.kill(saved["pid"], signal.SIGKILL)
@@ -204,67 +206,69 @@ class Rehearsal:
         while command.code is None and not was_restarted and time.monotonic() < deadline:
             command.note_children()
             time.sleep(POLL_S)
-            was_restarted = bool(self._signs(after_kill=True)["process"])
+            was_restarted = bool(self._records(after_kill=True)["process"])
         took_s = time.time() - self.killed_at
         if command.code is not None:
             how = f"the command ended with {command.code} after {took_s:.1f} s"
         elif was_restarted:
             how = "the launcher started the ranks again"
         else:
-            how = f"the command had not ended after {took_s:.0f} s, and was ended"
+            how = f"the command had not ended after {took_s:.0f} s, and was killed"
             command.close()
-        rank, step = saved["rank"], saved["step"]
-        self._see("kill", f"SIGKILL to rank {rank} (process {saved['pid']}) at step {step}; {how}")
+        target = f"rank {saved['rank']} (process {saved['pid']})"
+        self._mark_seen("kill", f"SIGKILL to {target} at step {saved['step']}; {how}")
 
     # --- judging -------------------------------------------------------------
 
-    def _see(self, name: str, evidence: str) -> None:
+    def _mark_seen(self, name: str, evidence: str) -> None:
         phase = self.report[name]
         if phase.verdict == "not seen":
-            now = time.time() - self.began
-            phase.verdict, phase.evidence = "ok", evidence
-            phase.seconds, self._seen_s = round(now - self._seen_s, 2), now
-            self.tell(phase)
+            now_s = time.time() - self.began
+            phase.verdict = "ok"
+            phase.evidence = evidence
+            phase.seconds = round(now_s - self._seen_s, 2)
+            self._seen_s = now_s
+            self.on_phase(phase)
 
-    def _look(self, signs: Signs) -> None:
-        """Note the phases that the signs show."""
-        if started := signs["start"]:
+    def _detect_phases(self, records: Records) -> None:
+        """Mark the phases that the records prove."""
+        if started := records["start"]:
             ranks = {note["rank"] for note in started}
             if len(ranks) == started[0]["size"]:
                 where = f" in {self.report.folder}" if self.report.folder else ""
                 processes = "1 process" if len(ranks) == 1 else f"{len(ranks)} processes"
-                self._see("start", processes + where)
-        if signs["trained"]:
-            self._see("train", f"from step {signs['trained'][0]['step']}")
-        if logged := signs["step"]:
-            warnings = [f"; warning: {event['message']}" for event in signs["warning"][:1]]
+                self._mark_seen("start", processes + where)
+        if records["trained"]:
+            self._mark_seen("train", f"from step {records['trained'][0]['step']}")
+        if logged := records["step"]:
+            warnings = [f"; warning: {event['message']}" for event in records["warning"][:1]]
             loss = f"loss {logged[0].get('loss', 0.0):.4g} in events/rank_0.jsonl"
-            self._see("log", loss + "".join(warnings))
-        if measured := signs["evaluation"]:
+            self._mark_seen("log", loss + "".join(warnings))
+        if measured := records["evaluation"]:
             numbers = list(measured[0].get("metrics", {}).items())[:3]
-            said = ", ".join(f"{name} {value:.4g}" for name, value in numbers)
-            self._see("validate", f"at step {measured[0]['step']}: {said}")
-        if saved := signs["saved"]:
-            self._see("save", f"step {saved[0]['step']}: {saved[0]['path']}")
+            metrics = ", ".join(f"{name} {value:.4g}" for name, value in numbers)
+            self._mark_seen("validate", f"at step {measured[0]['step']}: {metrics}")
+        if saved := records["saved"]:
+            self._mark_seen("save", f"step {saved[0]['step']}: {saved[0]['path']}")
         if self.killed_at is not None:
-            self._look_for_resume(self._signs(after_kill=True), saved[0])
+            self._detect_resume(self._records(after_kill=True), saved[0])
 
-    def _look_for_resume(self, signs: Signs, saved: Sign) -> None:
-        """See whether training went on from the checkpoint that the killed run had saved."""
-        resumed = [note["step"] for note in signs["start"] if note["step"] > 0]
-        trained = [note["step"] for note in signs["trained"]]
+    def _detect_resume(self, records: Records, saved: Record) -> None:
+        """Mark `resume` if training continued from the checkpoint of the killed run."""
+        resumed = [note["step"] for note in records["start"] if note["step"] > 0]
+        trained = [note["step"] for note in records["trained"]]
         if resumed and max(trained, default=0) > resumed[0]:
-            self._see("resume", f"at step {resumed[0]} from {saved['path']}")
+            self._mark_seen("resume", f"at step {resumed[0]} from {saved['path']}")
 
     def _judge_end(self, command: RunningCommand, ended: str) -> None:
         """Judge how the command ended."""
-        self._look(self._signs())
+        self._detect_phases(self._records())
         if ended == "exit code 0":
             self._judge_exit()
             return
         failure = (Failure.read_stacks if ended == HUNG else Failure.read)(command.text)
         name = next(phase.phase for phase in self.report.phases if phase.verdict == "not seen")
-        if name == "validate" and failure.is_about_saving:  # nothing is held out
+        if name == "validate" and failure.is_about_saving:  # the run has no held-out data
             name = "save"
         phase = self.report[name]
         phase.verdict = "failed"
@@ -273,15 +277,15 @@ class Rehearsal:
             phase.evidence = f"no sign of life for {self.limit_s:g} s{where}"
         else:
             phase.evidence = f"{ended}: {failure.error}{where}"
-        self.tell(phase)
+        self.on_phase(phase)
 
     def _judge_exit(self) -> None:
-        """See whether a command that ended well had come to the end of its run."""
-        signs = self._signs(after_kill=self.killed_at is not None)
-        done = [s["step"] for kind in ("run_end", "trained", "saved") for s in signs[kind]]
-        has_record = bool(self._signs()["run_start"])
-        if not done or (has_record and not signs["run_end"]):
-            self.report["finish"].evidence = "exit code 0, but the run does not say it is done"
+        """Mark `finish` if a command with exit code 0 has finished its run."""
+        records = self._records(after_kill=self.killed_at is not None)
+        steps = [r["step"] for kind in ("run_end", "trained", "saved") for r in records[kind]]
+        has_events = bool(self._records()["run_start"])
+        if not steps or (has_events and not records["run_end"]):
+            self.report["finish"].evidence = "exit code 0, but the run has not finished"
             return
-        saved = f", saved {signs['saved'][-1]['path']}" if signs["saved"] else ""
-        self._see("finish", f"step {max(done)}, exit code 0{saved}")
+        saved = f", saved {records['saved'][-1]['path']}" if records["saved"] else ""
+        self._mark_seen("finish", f"step {max(steps)}, exit code 0{saved}")

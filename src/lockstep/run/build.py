@@ -1,7 +1,7 @@
-"""Build every part of a run, or refuse on all ranks alike what cannot work.
+"""Build every part of a run, or raise the same error on all ranks.
 
-Owns: the order in which things come to life: folder, data, contract, model,
-optimizer, checkpoint. Does not own: what happens then; that is the trainer's.
+Owns: the order: folder, data, checkpoint, batch plan, model, optimizer. Does not own: the steps,
+which the trainer takes.
 """
 
 import json
@@ -59,7 +59,7 @@ from lockstep.run.resume import (
 from lockstep.run.run import Run, versions
 from lockstep.run_files import refuse_link, refuse_shared, replace_text
 from lockstep.task import Task
-from lockstep.torch_compat.private import replay_graphs, replays_graphs
+from lockstep.torch_compat.private import check_scaler, replay_graphs, replays_graphs
 
 SAME_FILES = (
     "build the same data on every rank: take no seed from the rank or the clock, sort file lists, "
@@ -74,9 +74,9 @@ def prepare(
     stack: ExitStack,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Build the run, restored from its checkpoint where there is one. Collective.
+    """Build the run, and restore its checkpoint if there is one. Collective.
 
-    Callbacks of `world`, which LOCKSTEP_CALLBACKS names among others, come after the given ones.
+    The callbacks of `world`, such as those in LOCKSTEP_CALLBACKS, are called after `callbacks`.
     """
     position.own.begin_run()
     stack.callback(position.own.leave_run)
@@ -100,14 +100,14 @@ def prepare(
 
 
 class _Builder:
-    """The parts of a run that exist so far. Public methods are collective, in this order."""
+    """The parts built so far. Public methods are collective; call them in this order."""
 
     checkpoint: Checkpoint | None
-    """What the run resumes from."""
+    """The checkpoint to resume from."""
     rejected: list[tuple[Path, str]]
     """Newer checkpoints, and why the run cannot resume from them."""
     changed_data: list[str]
-    """How the data differ from what the checkpoint was trained with."""
+    """The differences from the data that the checkpoint was trained with."""
 
     def __init__(self, task: Task, config: RunConfig, world: World, stack: ExitStack) -> None:
         self.task = task
@@ -128,7 +128,7 @@ class _Builder:
         return self.callbacks.configure(self.task, rehearsed(self.config), self.world)
 
     def open_folder(self) -> None:
-        """Lock the run's folder, once the ranks agree on the settings."""
+        """Check that ranks have the same settings, then lock the run's folder."""
         config = self.config
         settings = config.model_dump_json(exclude={"output_dir"}) + json.dumps(self.task.settings())
         check_same("settings", settings, self.world)
@@ -142,7 +142,7 @@ class _Builder:
         )
 
     def _lock_folder(self) -> None:
-        """Lock the folder, on the first rank, until the run ends; refuse one that is not safe."""
+        """Refuse an unsafe folder; on the first rank, lock the folder until the run ends."""
         refuse_link(self.folder, log_name(self.world.rank))
         if self.world.is_first:
             refuse_shared(self.folder, self.config.allow_shared_folder)
@@ -152,8 +152,9 @@ class _Builder:
 
     def build_data(self) -> None:
         """Build the training and the held-out data."""
-        world, seed = self.world, self.config.seed
-        # Two streams: the held-out data do not depend on what the training data drew.
+        world = self.world
+        seed = self.config.seed
+        # Two streams, so that held-out data do not depend on how training data use theirs.
         seed_everything(world.device, seed, "training data")
         self.data = together(world, self.task.train_data)
         seed_everything(world.device, seed, "held-out data")
@@ -162,7 +163,7 @@ class _Builder:
         check_same("numbers of held-out samples", _length(self.held_out), world)
 
     def _build_held_out(self) -> Any:
-        """Return the held-out samples, or None when there is not one."""
+        """Return the held-out samples, or None if there are none."""
         data = self.task.eval_data()
         if data is not None and is_stream(data):
             raise ConfigError(
@@ -172,9 +173,10 @@ class _Builder:
 
     def find_checkpoint(self) -> None:
         """Choose the checkpoint to resume from, the same on every rank."""
-        world, store = self.world, self.store
+        world = self.world
+        store = self.store
         together(world, lambda: store.restore_replaced() if world.is_first else None)
-        if world.all_max(int(launched().is_again))[0]:  # machines count restarts each for itself
+        if world.all_max(int(launched().is_again))[0]:  # nodes count their restarts separately
             self.config = together(
                 world, lambda: resume_if_restarted(self.config, store, launched().job)
             )
@@ -184,10 +186,10 @@ class _Builder:
         found = "none"
         if self.checkpoint:
             found = f"{self.checkpoint.path.name} {self.checkpoint.meta.get('ledger')}"
-        check_same("checkpoints to go on from", found, world)
+        check_same("checkpoints to resume from", found, world)
 
     def compare_data(self) -> None:
-        """Compare the data between ranks, and with what the checkpoint says of them."""
+        """Compare the data between ranks, and with the data that the checkpoint recorded."""
         world = self.world
         named = {"training": self.data, "held-out": self.held_out}
         is_full = is_full_print_due(world)
@@ -203,16 +205,16 @@ class _Builder:
             if not check_same_samples(name, dataset, self.prints[name], world, SAME_FILES)
         ]
         changed = together(world, lambda: changed_data(self.checkpoint, self.prints, named))
-        # Not every rank has looked into all files: what one has found counts for all.
+        # Not every rank reads all files, so all ranks take the first difference that one found.
         reports = [json.loads(text) for text in world.all_texts(json.dumps(changed))]
         self.changed_data = next((report for report in reports if report), [])
         for taken in self.prints.values():
-            taken.pop("old_samples", None)  # was for the comparison with the checkpoint alone
+            taken.pop("old_samples", None)  # only needed for the comparison with the checkpoint
 
     def plan_batches(self) -> None:
-        """Plan steps and micro-batches, and take the folder over: from here on the run will start.
+        """Plan steps and micro-batches, and take over the folder: nothing refuses the run now.
 
-        The task gets its saved state, before its model: a vocabulary may size its embedding.
+        The task gets its saved state before its model: a vocabulary may size its embedding.
         """
         world = self.world
         self.contract = together(world, self._agree_on_contract)
@@ -223,7 +225,9 @@ class _Builder:
         self.store.generation = world.all_max(self.store.generation)[0]
 
     def _agree_on_contract(self) -> Contract:
-        task, config, checkpoint = self.task, self.config, self.checkpoint
+        task = self.task
+        config = self.config
+        checkpoint = self.checkpoint
         free = free_settings(checkpoint)
         changes = changed_settings(checkpoint, config, task.settings(), task.may_change, free)
         gathers = task.gathers and not config.exact
@@ -235,7 +239,7 @@ class _Builder:
         )
 
     def _load_task_state(self) -> None:
-        """Give the task what it saved; what it cannot make sense of is the checkpoint's fault."""
+        """Restore the task's saved state; an error is reported as one of the checkpoint."""
         checkpoint = self.checkpoint
         if checkpoint is None:
             return
@@ -274,20 +278,22 @@ class _Builder:
         )
 
     def _take_folder_over(self) -> None:
-        """Take the folder over from earlier groups and write the config down.
+        """Stop earlier runs from saving into the folder, and write config.json.
 
-        What is to be discarded is. From here on nobody else may save into the folder.
+        With resume=discard the contents of the folder are deleted.
         """
         if not self.world.is_first:
             return
-        folder, store, checkpoint = self.folder, self.store, self.checkpoint
+        folder = self.folder
+        store = self.store
+        checkpoint = self.checkpoint
         is_discarding = self.config.resume == "discard"
         holds_run = (folder / "config.json").exists()
         if is_discarding and not holds_run and (folder / "checkpoints").exists():
             raise ConfigError(
-                f"{folder} holds checkpoints and no config.json: whose they are is not known, and "
-                "nothing is discarded",
-                "use another output_dir, or remove them yourself",
+                f"{folder} holds checkpoints but no config.json: they may belong to something "
+                "else, so nothing was deleted",
+                "use another output_dir, or delete them yourself",
             )
         try:
             is_own = checkpoint is not None and is_in(store, checkpoint)
@@ -311,7 +317,9 @@ class _Builder:
 
     def build_model(self) -> None:
         """Build the model, on the device or sharded over ranks."""
-        task, config, world = self.task, self.config, self.world
+        task = self.task
+        config = self.config
+        world = self.world
         plan = self.contract.plan
         seed_all(config.seed, "weights")
         self.model = model = together(world, task.build_model)
@@ -329,7 +337,8 @@ class _Builder:
 
     def build_optimizer(self) -> None:
         """Build the optimizer, and choose the dtype to compute in."""
-        world, model = self.world, self.model
+        world = self.world
+        model = self.model
         self.optimizer = together(world, self._build_optimizer)
         check_same_optimizer(model, self.optimizer, world)
         self.dtype = choose_precision(self.config.precision, world.device)
@@ -347,7 +356,9 @@ class _Builder:
 
     def build_run(self) -> Run:
         """Put the parts together, restore them, compile and replicate the model."""
-        config, world, checkpoint = self.config, self.world, self.checkpoint
+        config = self.config
+        world = self.world
+        checkpoint = self.checkpoint
         run = self._put_together()
         if checkpoint is not None:
             together(world, lambda: run.restore(checkpoint))
@@ -358,13 +369,17 @@ class _Builder:
             run.exact_reducer = ExactReducer(self.model, world, self.task.gathers)
         run.numerics = fingerprint(world.device)
         run.replicate()
-        if checkpoint is None:  # only now do all ranks have the first rank's weights
+        if checkpoint is None:  # `replicate` has just copied the first rank's weights to all
             run.averages = Averages(self.model, config.averages)
         return run
 
     def _put_together(self) -> Run:
-        config, model, kind = self.config, self.model, self.world.device.type
+        config = self.config
+        model = self.model
+        kind = self.world.device.type
         scaler = torch.amp.GradScaler(kind) if self.dtype == torch.float16 else None
+        if scaler:
+            check_scaler(scaler)
         autocast = None
         if self.dtype:
             # A cache of the cast weights would keep gathered shards until the end of a pass.
@@ -395,23 +410,23 @@ class _Builder:
         self.stack.callback(replay_graphs, replays_graphs())
         replay_graphs(self.config.compile == "graphs")
         self.task.compile(self.model)
-        # Graphs may overwrite the memory of an earlier step, which gradients of several
-        # micro-batches share: so a step begins after an update, and nowhere else.
+        # A new graph step may overwrite memory of the one before, where gradients accumulate
+        # over micro-batches. So begin a graph step only after an update.
         new_step = torch.compiler.cudagraph_mark_step_begin
         new_step()  # type: ignore[no-untyped-call]
         self.optimizer.register_step_post_hook(lambda *_: new_step())  # type: ignore[no-untyped-call]
 
 
 def is_in(store: CheckpointStore, checkpoint: Checkpoint) -> bool:
-    """Say whether a checkpoint is the store's own of its step, not one from elsewhere."""
+    """Return whether a checkpoint is the one of its step in this store."""
     return checkpoint.path.resolve() == store.path(checkpoint.step).resolve()
 
 
 def _make_newest(store: CheckpointStore, checkpoint: Checkpoint, world: World) -> None:
-    """Make the checkpoint that the run resumes from the newest here, with its names.
+    """Make the checkpoint that the run resumes from the newest of the store, with its names.
 
-    One from elsewhere, or that was set aside, is copied: until the first save the run would
-    have nothing else to resume from.
+    A checkpoint from another folder, or one that was set aside, is copied: otherwise the folder
+    would have none until the first save.
     """
     if not world.is_first:
         return

@@ -1,7 +1,7 @@
-"""Leave an unfinished run by sys.exit() or KeyboardInterrupt, and have it said what is lost.
+"""Report what is lost when sys.exit() or KeyboardInterrupt leaves an unfinished run.
 
-Owns: turning both into errors with exit codes of their own, so that neither looks like a run that
-has finished or saved. Does not own: stop signals (`signals.py`), which save before they stop.
+Owns: turning both into errors with exit codes, so that the run does not look finished or saved.
+Does not own: stop signals (`signals.py`), after which a run saves and stops.
 """
 
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from lockstep.dist.world import World
 from lockstep.errors import LeftEarlyError, LockstepError, NotSavedError
 
 WAIT_FOR_OTHERS_S = 2.0
-"""How long a rank that leaves waits for the others to leave, too: then one of them says it."""
+"""How long a rank that exits waits for the others to exit too; then only one reports it."""
 
 
 def refuse_early_exit(stack: ExitStack, world: World, unsaved: Callable[[], str]) -> None:
-    """Raise an error in place of an exit or an interrupt that leaves `stack` before the run ends.
+    """Raise an error instead of an exit or interrupt that leaves `stack` before the run ends.
 
     Args:
         stack: Of the run.
         world: The ranks.
-        unsaved: Says what a run that ended now would lose; empty when everything is saved.
+        unsaved: Describes what a run that ended now would lose; "" if everything is saved.
     """
 
     def convert(kind: object, error: BaseException | None, trace: object) -> None:

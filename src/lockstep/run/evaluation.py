@@ -1,7 +1,7 @@
-"""Evaluate on held-out samples, each counted once, whatever the number of ranks.
+"""Evaluate on held-out samples, each counted once on any number of ranks.
 
-Owns: the pass over the held-out set and the reduction of its sums. Does not
-own: what is measured; the task says so.
+Owns: the pass over the held-out set and the reduction of its sums. Does not own: the metrics,
+which the task defines.
 """
 
 import json
@@ -30,10 +30,7 @@ from lockstep.task import Context, PartialLoss, Task
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode without gradients, and every module back to what it was.
-
-    A part that is frozen in evaluation mode stays there.
-    """
+    """Switch to evaluation mode without gradients, then restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -59,21 +56,21 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the task's metrics over `data`, reduced over ranks. Collective.
 
-    Sums and weights travel in float64 and are divided once, at the end: a mean
-    of means would weigh a rank's short last batch too much. They are added along one tree
-    over the batches, so that the number of ranks does not show in the last bit either.
-    Where the model is sharded, every rank makes the same number of passes.
-    Where terms of the loss have units of their own, the data are read twice: first to count them.
+    Sums and weights are reduced in float64 and divided once, at the end: a mean of means would
+    give too much weight to a rank's short last batch. They are added along one tree over the
+    batches, so the result has the same bits on any number of ranks. With a sharded model every
+    rank makes the same number of passes. If a task overrides `weights`, the data are read
+    twice: first to count the units of each term.
 
     Args:
         stop_code: Called before every batch; returns the exit code of a stop signal that this
             rank has received, or 0.
 
     Raises:
-        Exception: what the task raised, on the rank where it did; on the others, an
-            OtherRankError that names this rank. With a sharded model the others are not told.
-        StopRequested: on all ranks, before the same batch, if a rank was asked to stop. What was
-            measured until then is dropped.
+        Exception: raised by the task, on that rank; the other ranks raise an OtherRankError that
+            names it, except with a sharded model.
+        StopRequested: on all ranks, before the same batch, if a rank was asked to stop. The
+            results so far are dropped.
     """
     metrics = together(world, lambda: _new_metrics(task, world.device), every_exception=True)
     num_batches = -(-len(data) // batch_size)
@@ -108,7 +105,7 @@ def evaluate(
         batches = read_held_out(data, batch_size, world, seed, task.collate, loader, pads_rounds)
         for micro_batch in _in_rounds(batches, -(-num_batches // world.size), world, stop_code):
             result = measure(micro_batch)
-            if not micro_batch.counts:  # it comes first: drop what it has left in the metrics
+            if not micro_batch.counts:  # padding comes first, so this resets only its own results
                 _reset(metrics)
                 continue
             if not isinstance(result, Mapping):
@@ -151,14 +148,14 @@ def _divisor(num_units: Tensor | float, device: torch.device) -> Tensor:
 
 
 class _Sums:
-    """What held-out batches measured, by name, added along one tree over all batches."""
+    """The sums of held-out batches by name, added along one tree over all batches."""
 
     def __init__(self, num_batches: int, world: World) -> None:
         self.world = world
         self.num_batches = num_batches
         self._places = share(num_batches, world.rank, world.size)
         self._trees: dict[str, TreeSum] = {}
-        """Of one row for each of this rank's batches: the sum, flat, then its weight."""
+        """By name: a row for each of this rank's batches, with the flattened sum and its weight."""
         self._num_added: dict[str, int] = {}
         self._shapes: dict[str, Sequence[int]] = {}
 
@@ -192,15 +189,15 @@ class _Sums:
             zeros = torch.zeros(math.prod(shape) + 1, dtype=torch.float64)
             self._add_zeros(name, self._places.stop, zeros)
             total = sum_nodes(self._trees[name], zeros, self.world)
-            if total[-1]:  # what has not a single unit has no mean
+            if total[-1]:  # without any unit there is no mean
                 means[name] = (total[:-1] / total[-1]).reshape(shape)
         return means
 
 
 def can_agree(model: nn.Module, world: World) -> bool:
-    """Say whether ranks can agree on an exception that one of them met while it called `model`.
+    """Return whether all ranks can be informed of an exception raised while calling `model`.
 
-    The forward passes of a sharded model are collectives, in which the others would be waiting.
+    With a sharded model they cannot: the other ranks wait in the collectives of a forward pass.
     """
     return world.size == 1 or not is_sharded(model)
 
@@ -213,9 +210,9 @@ def _in_rounds(
 ) -> Iterator[MicroBatch]:
     """Yield this rank's batches, each after all ranks have agreed to continue. Collective.
 
-    Ranks may have one batch more or less than others, so they vote `num_rounds` times each. The
-    vote comes between reading a batch and computing on it: where the model is sharded, every
-    forward pass is a collective, and a rank that cannot read its batch must not miss one.
+    Some ranks may have one batch less, so each rank votes `num_rounds` times. The vote comes
+    after reading a batch and before computing on it: with a sharded model a forward pass is a
+    collective, and all ranks must skip it if one cannot read its batch.
     """
     for _ in range(num_rounds):
         batch = next(batches, None)
@@ -225,9 +222,9 @@ def _in_rounds(
 
 
 class _Units(Task):
-    """Measures how many units of each term a held-out batch has on average.
+    """Measures the mean number of units of each term in a held-out batch.
 
-    Divided by these, terms come out, in the mean over batches, as means over all units.
+    A term divided by it, and averaged over batches, is a mean over all units.
     """
 
     def __init__(self, task: Task) -> None:

@@ -1,7 +1,7 @@
-"""Evaluate a run: its weights, their first average, and whatever its task adds at the end.
+"""Evaluate a run: its weights, their first average, and `Task.finish_evaluation`.
 
-Owns: which weights are measured, what the metrics are called, and which are the best so far. Does
-not own: the pass over the held-out samples (`evaluation.py`), nor when to evaluate.
+Owns: the weights to evaluate, the names of metrics, and the best result so far. Does not own: the
+pass over the held-out samples (`evaluation.py`), or when to evaluate.
 """
 
 import math
@@ -24,8 +24,8 @@ class Evaluator:
     """Evaluates a run.
 
     Args:
-        run: What to evaluate.
-        events: Where to write what was found.
+        run: The run to evaluate.
+        events: The log that results are written to.
         stop_code: Returns the exit code of a stop signal that this rank has received, or 0.
     """
 
@@ -35,14 +35,14 @@ class Evaluator:
         self.stop_code = stop_code
         resumed = run.resumed_from
         self.metrics: dict[str, float] = dict(resumed.meta.get("metrics", {})) if resumed else {}
-        """What the last evaluation found."""
+        """The metrics of the last evaluation."""
         self.step = run.progress.step if self.metrics else None
-        """When that was."""
+        """The step of the last evaluation."""
 
     def evaluate(self) -> bool:
-        """Evaluate the present weights; return whether they are the best so far. Collective.
+        """Evaluate the current weights; return whether they are the best so far. Collective.
 
-        Until that is done a checkpoint says that the run owes an evaluation.
+        A checkpoint saved before this is done records that the evaluation is missing.
 
         Raises:
             StopRequested: on all ranks, because one of them was asked to stop.
@@ -58,7 +58,8 @@ class Evaluator:
 
     def _measure(self) -> dict[str, float]:
         """Return the metrics of the weights and of their first average. Collective."""
-        run, averages = self.run, self.run.config.averages
+        run = self.run
+        averages = run.config.averages
         began = time.monotonic()
         sync_buffers(unwrap(run.model), run.world)
         metrics = self._pass_over_held_out()
@@ -74,7 +75,8 @@ class Evaluator:
         return metrics
 
     def _pass_over_held_out(self) -> dict[str, float]:
-        run, config = self.run, self.run.config
+        run = self.run
+        config = self.run.config
         return evaluate(
             run.task,
             unwrap(run.model),
@@ -89,9 +91,11 @@ class Evaluator:
         )
 
     def _finish(self) -> dict[str, float]:
-        """Return the numbers of `Task.finish_evaluation`, and report its pictures. Collective."""
-        run, model = self.run, unwrap(self.run.model)
-        step, folder = run.progress.step, run.config.output_dir
+        """Return the metrics of `Task.finish_evaluation`, and log its pictures. Collective."""
+        run = self.run
+        model = unwrap(self.run.model)
+        step = run.progress.step
+        folder = run.config.output_dir
         context = Context(
             run.world, run.config.seed, step, 0, training=False, stop_code=self.stop_code
         )
@@ -100,31 +104,32 @@ class Evaluator:
             context.raise_if_stopping()
         agrees = can_agree(model, run.world)
 
-        def ask() -> dict[str, float]:
+        def call_task() -> dict[str, float]:
             with voting_before_collectives(run.world) if agrees else nullcontext():
-                made = run.task.finish_evaluation(model, context, folder)
-            for name, value in made.items():
+                results = run.task.finish_evaluation(model, context, folder)
+            for name, value in results.items():
                 if isinstance(value, Path):
                     self.events.write("picture", step, name=name, path=str(value))
-            return {name: value for name, value in made.items() if not isinstance(value, Path)}
+            return {name: value for name, value in results.items() if not isinstance(value, Path)}
 
         stays_sharded = run.task.calls_alike or is_default
         with run.autocast or nullcontext(), gathered_whole(model, unless=stays_sharded):
-            return together(run.world, ask, every_exception=agrees)
+            return together(run.world, call_task, every_exception=agrees)
 
     def _is_best(self) -> bool:
-        """Say whether the metrics are the best so far, and remember it.
+        """Return whether the metrics are the best so far, and remember the best one.
 
-        The first rank decides: a task may return metrics that differ between ranks.
+        The first rank decides, because a task's metrics may differ between ranks.
         """
-        progress, evaluation = self.run.progress, self.run.config.evaluation
+        progress = self.run.progress
+        evaluation = self.run.config.evaluation
         if not (evaluation.save_best and self.run.world.is_first):
             return False
         value = self.metrics.get(evaluation.best_metric)
         if value is None:
             raise ConfigError(
                 f"evaluation.best_metric={evaluation.best_metric!r} is not measured",
-                f"name one of {', '.join(self.metrics)}"
+                f"set it to one of {', '.join(self.metrics)}"
                 if self.metrics
                 else "return metrics from the task",
             )

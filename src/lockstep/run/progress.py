@@ -1,7 +1,7 @@
-"""How far a run has come: its step, the samples consumed, the sums since the last log line.
+"""The progress of a run: its step, the samples consumed, the sums since the last log line.
 
 Owns: the sums of losses since the last log line and since the epoch began, and finding the first
-step whose loss or gradient was not finite. Does not own: taking a step.
+non-finite step. Does not own: taking a step.
 """
 
 import math
@@ -15,36 +15,36 @@ from lockstep.data.ledger import Ledger
 from lockstep.step.report import StepReport
 
 MAX_PENDING = 1000
-"""Steps whose numbers may lie on the device before they are added up: 1 MB."""
+"""The most steps whose numbers stay on the device before they are added up: 1 MB."""
 
 
 @dataclass
 class Progress:
-    """Where a run stands; saved whole in every checkpoint."""
+    """The progress of a run, saved in every checkpoint."""
 
     step: int = 0
     consumed: int = 0
     best: float | None = None
     ledger: Ledger = field(default_factory=Ledger)
     interval: dict[str, list[float]] = field(default_factory=dict)
-    """Since the last log line: sum and weight of the loss and of each part."""
+    """Sum and weight of the loss and of each part since the last log line."""
     epoch: dict[str, list[float]] = field(default_factory=dict)
-    """Since the epoch began: likewise."""
+    """Sum and weight of the loss and of each part since the epoch began."""
     pending: list[tuple[int, StepReport]] = field(default_factory=list)
     """Steps that are not in these sums yet."""
     owes_evaluation: bool = False
-    """Whether one was due and failed or was interrupted: a resume begins with it."""
+    """Whether an evaluation was due and failed or was interrupted. A resume starts with it."""
     non_finite_step: tuple[int, float, float, float] | None = None
-    """The first step that was not finite, with its loss, gradient norm and weight."""
+    """The first non-finite step, with its loss, gradient norm and weight."""
 
     def count(self, report: StepReport | None, batch: StepBatch) -> None:
-        """Count one finished step, or one that was left out; nothing here waits for the device."""
+        """Count a finished step, or a skipped one (None), without waiting for the device."""
         self.step = batch.step + 1
         self.consumed = batch.consumed
         if report is None:
             return
         if self.pending and self.pending[-1][1].names != report.names:
-            self.sum_pending()  # rows are added up together: they must mean the same
+            self.sum_pending()  # rows are added up together, so they need the same columns
         self.pending.append((batch.step, report))
         if len(self.pending) == MAX_PENDING:
             self.sum_pending()
@@ -67,14 +67,14 @@ class Progress:
         return self.non_finite_step
 
     def state(self) -> dict[str, Any]:
-        """Return it as a tree of numbers."""
+        """Return the progress as a tree of numbers."""
         self.sum_pending()
         saved = {k: v for k, v in vars(self).items() if k not in ("pending", "non_finite_step")}
         return {**saved, "ledger": [self.ledger.digest, self.ledger.count]}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Progress":
-        """Rebuild it from a checkpoint."""
-        for key in ("interval", "epoch"):  # tensors, in checkpoints of 0.1
+        """Rebuild the progress from a checkpoint."""
+        for key in ("interval", "epoch"):  # tensors in checkpoints of version 0.1
             state[key] = {name: [float(n) for n in sums] for name, sums in state[key].items()}
         return cls(**{**state, "ledger": Ledger(*state["ledger"])})

@@ -1,8 +1,8 @@
-"""What a run says of itself and writes down: its banner, its log lines, its epochs' proof.
+"""What a run prints and logs: its banner, its log lines, and the count of each epoch's samples.
 
-Owns: who listens to the events, the numbers in them, and the ledger behind them. Does
-not own: when something is written; the trainer says so. Every number is reduced over
-ranks first, but for those called `local_`.
+Owns: the listeners of events, the numbers in events, and the ledger of samples. Does not own:
+when to log, which the trainer decides. Every number is reduced over ranks, except those called
+`local_`.
 """
 
 import json
@@ -29,7 +29,7 @@ from lockstep.observe.console import Console
 from lockstep.observe.events import EventLog
 from lockstep.observe.sinks import Sinks
 from lockstep.observe.throughput import Throughput
-from lockstep.run.resume import describe_cut, warnings_of
+from lockstep.run.resume import describe_micro_batches, warnings_of
 from lockstep.run.run import Run
 from lockstep.schedule import warmup_length
 from lockstep.step.report import StepReport
@@ -38,28 +38,29 @@ _log = logging.getLogger("lockstep")
 
 
 class Record:
-    """The events of one rank; on the first, console and sinks follow them."""
+    """The events of one rank; on the first rank, console and sinks listen to them."""
 
-    def __init__(self, run: Run, stack: ExitStack, also_say: Sequence[str] = ()) -> None:
+    def __init__(self, run: Run, stack: ExitStack, extra_lines: Sequence[str] = ()) -> None:
         self.run = run
         self.throughput = Throughput()
         self.local_ledger = Ledger()
         self._entered: dict[int, list[Ids]] = {}
-        """By epoch, what this rank took and its ledger does not hold yet."""
+        """This rank's samples that are not in its ledger yet, by epoch."""
         self._slow: int | None = None
-        """The rank that stood out at the last log line."""
+        """The slow rank at the last log line, if any."""
         self.events = EventLog(run.config.output_dir, run.world.rank)
         stack.callback(self.events.close)
         if run.world.is_first:
-            self._speak(stack, also_say)
+            self._open_console(stack, extra_lines)
         facts = {"world_size": run.world.size, "recipe": run.task.name, **run.contract.to_json()}
         self.events.write("run_start", run.progress.step, **facts)
         if run.resumed_from is not None:
             self.events.write("resume", run.progress.step, path=str(run.resumed_from.path))
 
-    def _speak(self, stack: ExitStack, also_say: Sequence[str]) -> None:
-        """Say who trains, on what, from where, and let console and sinks listen."""
-        run, config = self.run, self.run.config
+    def _open_console(self, stack: ExitStack, extra_lines: Sequence[str]) -> None:
+        """Open console and sinks, and print the banner."""
+        run = self.run
+        config = self.run.config
         console = Console(run.loader.total_steps, log_file=config.sinks.log_file)
         stack.callback(console.close)
         sinks = Sinks(
@@ -72,31 +73,31 @@ class Record:
         stack.callback(sinks.close)
         self.events.listeners += [console, sinks]
         first, *others = banner(run)
-        for line in (first, *also_say, *others):
+        for line in (first, *extra_lines, *others):
             console.note(line)
 
     def enter(self, batch: StepBatch) -> None:
-        """Enter what this rank took in a step into the ledger, and what went wrong at it."""
+        """Record this rank's samples of a step; log lost workers and skipped samples."""
         step = self.run.progress.step
         for micro_batch in batch.micro_batches:
             for fault in micro_batch.faults:
                 self.events.write("worker_lost", step, **asdict(fault), message=str(fault))
-                self._say_alone(str(fault))
+                self._warn_if_not_first(str(fault))
             if micro_batch.counts:
                 self._entered.setdefault(batch.epoch, []).append(micro_batch.visited)
                 for sample, reason in micro_batch.skipped:
                     self.events.write("sample_skipped", step, sample=sample, reason=reason)
-                    self._say_alone(f"skipped sample {sample}: {reason}")
+                    self._warn_if_not_first(f"skipped sample {sample}: {reason}")
 
-    def _say_alone(self, message: str) -> None:
-        """Say what this rank has met, unless it is the first, whose console does."""
+    def _warn_if_not_first(self, message: str) -> None:
+        """Print a warning of this rank; on the first rank the console prints it."""
         if not self.run.world.is_first:
             _log.warning("rank %d: %s", self.run.world.rank, message)
 
     def sum_ledger(self) -> Ledger:
         """Add every rank's entries to the run's ledger. Collective."""
         run = self.run
-        for epoch, ids in self._entered.items():  # many at once cost little more than one
+        for epoch, ids in self._entered.items():  # adding many at once is cheap
             self.local_ledger.add(epoch, np.concatenate(ids))
         self._entered = {}
         run.progress.ledger = run.progress.ledger.plus(self.local_ledger, run.world.all_sum)
@@ -105,23 +106,26 @@ class Record:
 
     def log(self, report: StepReport) -> None:
         """Write one line of numbers, all reduced over ranks. Collective."""
-        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
-        progress.sum_pending()  # the interval ends when the device has come to here
+        run = self.run
+        progress = self.run.progress
+        plan = self.run.contract.plan
+        progress.sum_pending()  # waits for the device, so that the interval ends here
         timing = self.throughput.interval()
         own = torch.tensor([[*timing.values(), own_seconds(run.model), len(run.logged)]])
-        # A step is as slow as its slowest rank, and waiting is worth knowing where it is worst.
+        # A step is as slow as its slowest rank, so report the worst rank of each number.
         columns = zip(*run.world.all_gather(own).tolist(), strict=True)
         rates, times, waits, paces, num_logged = columns
         stands_out = max(waits) - min(waits) > 0.1
         slow, ratio = slow_rank(paces) or (None, None)
-        self._slow, is_slow = slow, slow is not None and slow == self._slow  # twice: no accident
+        is_slow = slow is not None and slow == self._slow  # once may be an accident
+        self._slow = slow
         sums = progress.interval.items()
         means = {name: value / weight for name, (value, weight) in sums if weight}
         progress.interval = {}
         self.events.write(
             "step",
             progress.step,
-            loss=means.pop("loss", math.nan),  # all were left out
+            loss=means.pop("loss", math.nan),  # NaN if every step was skipped
             parts=means,
             **({"logged": self._all_logged()} if max(num_logged) else {}),
             learning_rate=run.optimizer.param_groups[0]["lr"],
@@ -151,12 +155,15 @@ class Record:
         return {name: total / num for name, (total, num) in sums.items()}
 
     def close_epoch(self) -> None:
-        """Say what the epoch consumed, and prove it. Collective."""
-        run, progress, plan = self.run, self.run.progress, self.run.contract.plan
-        epoch, seen = progress.consumed // plan.samples_per_epoch, self.sum_ledger()
+        """Log the samples of the epoch, and whether each was visited once. Collective."""
+        run = self.run
+        progress = self.run.progress
+        plan = self.run.contract.plan
+        epoch = progress.consumed // plan.samples_per_epoch
+        seen = self.sum_ledger()
         expected = Ledger.of_epoch(run.loader.order, plan, epoch - 1)
         progress.sum_pending()
-        loss_sum, weight = progress.epoch.get("loss", (0.0, 0.0))  # or every step was left out
+        loss_sum, weight = progress.epoch.get("loss", (0.0, 0.0))  # if every step was skipped
         verdict = "each once" if seen == expected else "NOT each once"
         self.events.write(
             "epoch",
@@ -168,19 +175,22 @@ class Record:
             each_once=seen == expected,
             message=f"{seen.count} of {plan.samples_per_epoch} samples, {verdict}",
         )
-        progress.epoch, progress.ledger = {}, Ledger()
+        progress.epoch = {}
+        progress.ledger = Ledger()
 
 
 def banner(run: Run) -> list[str]:
-    """Return what a run says of itself before its first step."""
-    world, plan, rate = run.world, run.contract.plan, run.config.rate
+    """Return the lines that a run prints before its first step."""
+    world = run.world
+    plan = run.contract.plan
+    rate = run.config.rate
     total_steps = run.loader.total_steps
     by = world.launcher + (f", {world.backend}" if world.backend else "")
     lines = [f"lockstep: {run.task.name} on {world.size} x {world.device.type} (started by {by})"]
     lines += [*run.task.banner(world, run.contract), *run.contract.describe()]
     limit = run.config.max_grad_norm
     lines.append(f"Gradient clipping: {'none' if limit is None else f'at norm {limit:g}'}")
-    lines += [f"passed over {path}: {reason}" for path, reason in run.rejected]
+    lines += [f"skipped checkpoint {path}: {reason}" for path, reason in run.rejected]
     lines += [
         f"warning: the checkpoint holds the state of callback {name}, which this run does not have"
         for name in run.unclaimed_states
@@ -202,13 +212,13 @@ def banner(run: Run) -> list[str]:
     ]
     if is_stream(run.loader.dataset):
         lines.append(
-            "the training data are a stream: read in the order it comes, from its start again "
-            "when it ends; every rank reads all of it, and a resume reads up to where it was"
+            "the training data are a stream: read in order, and from the start again when it "
+            "ends; every rank reads all of it, and a resume reads it again up to its position"
         )
     if is_sharded(run.model):
         num = sum(map(is_sharded, run.model.modules())) - 1
         blocks = f"{num} blocks gathered in turn" if num else "warning: no block (Task.blocks)"
-        lines.append(f"fsdp: parameters cut over {world.size} ranks, {blocks}")
+        lines.append(f"fsdp: parameters sharded over {world.size} ranks, {blocks}")
     is_merged = run.config.sync_batch_norm or run.config.exact or synchronises_itself(run.model)
     if world.size > 1 and has_batch_norm(run.model) and not is_merged:
         lines.append(
@@ -222,13 +232,13 @@ def banner(run: Run) -> list[str]:
             f"exact: {', '.join(f'{name} {value}' for name, value in run.numerics.items())}"
         )
     if run.resumed_from is not None:
-        lines += [f"warning: {said}" for said in warnings_of(run.resumed_from, run.config)]
-        lines += describe_cut(run.resumed_from, plan, run.model, run.config.exact)
+        lines += [f"warning: {text}" for text in warnings_of(run.resumed_from, run.config)]
+        lines += describe_micro_batches(run.resumed_from, plan, run.model, run.config.exact)
     before = run.resumed_from.meta.get("numerics", {}) if run.resumed_from else {}
     if run.config.exact and before and (changed := changes(before, run.numerics)):
         lines.append(f"warning: the bits may differ from here on: {', '.join(changed)}")
     if not run.model.training:
-        lines.append("warning: the model comes in evaluation mode and is trained in it")
+        lines.append("warning: build_model returned the model in evaluation mode; it stays there")
     owes_evaluation = run.progress.owes_evaluation and run.held_out is not None
     if owes_evaluation:
         lines.append(f"evaluating first: the evaluation at step {run.progress.step} is missing")

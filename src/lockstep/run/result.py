@@ -1,4 +1,4 @@
-"""How a run ended. Owns: the record. Does not own: ending it (`trainer.py`)."""
+"""The result of a run. Owns: the data class. Does not own: ending a run (`trainer.py`)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended: where it stands, what it measured, and the exit code it deserves."""
+    """The last step of a run, its last metrics, its folder, and its exit code."""
 
     step: int
     metrics: dict[str, float]

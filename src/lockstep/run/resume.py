@@ -1,7 +1,7 @@
-"""What a run goes on from, and what may have changed since.
+"""The checkpoint to resume from, and the settings and data that may have changed since.
 
-Owns: the choice of a checkpoint, which settings and data must be as they were, and the words
-for what is not. Does not own: how a state is restored.
+Owns: the choice of a checkpoint, the settings and data that must not change, and the messages
+about changed ones. Does not own: restoring a state (`run.py`).
 """
 
 import json
@@ -40,31 +40,31 @@ BINDING: tuple[str, ...] = (
     "evaluation.best_metric",
     "evaluation.best_is",
 )
-"""Settings, or sections, that decide what is learned or what is best: a resume keeps them."""
+"""Settings, or sections, that change what is learned or which checkpoint is best. They must be the
+same on a resume."""
 OF_BEST: tuple[str, ...] = ("evaluation.best_metric", "evaluation.best_is")
-"""Settings that may change as long as no evaluation has been the best one."""
+"""Settings that may change until an evaluation has found a best checkpoint."""
 ROUNDING: tuple[str, ...] = ("compile", "num_threads", "gradients.bucket_mb")
-"""Settings that decide the last bits, as hardware does: they bind in exact mode alone. Others may
-change at any time, or are compared for what they amount to: the contract, `restore`."""
+"""Settings that change only rounding. They must be the same on a resume in exact mode."""
 
 
 def resume_if_restarted(config: RunConfig, store: CheckpointStore, job: str) -> RunConfig:
-    """Return the config of a run that `job` has started again: what it saved is not asked anew.
+    """Return the config of a run that `job` has restarted, with resume=auto if it has saved.
 
-    To discard, or to go back, is a word for the first start. Until that has saved something,
-    it is as if it had never been.
+    `discard` and a path apply to the first start only. Otherwise a restart would delete what the
+    job itself has saved.
     """
     newest = store.latest(check_saved_run)[0] if config.resume != "auto" else None
-    theirs = newest.meta.get("job", "") if newest else None
-    # A launch without an id is "none" on several machines, and more than that on one of them.
-    is_its_own = theirs == job or (theirs and os.path.commonprefix([theirs, job]) == "none")
-    return config.model_copy(update={"resume": "auto"}) if is_its_own else config
+    saved_by = newest.meta.get("job", "") if newest else None
+    # A launch without an id is called "none" on several nodes, and "none..." on one node.
+    is_same_job = saved_by == job or (saved_by and os.path.commonprefix([saved_by, job]) == "none")
+    return config.model_copy(update={"resume": "auto"}) if is_same_job else config
 
 
 def choose_checkpoint(
     store: CheckpointStore, resume: str
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-    """Return the checkpoint to go on from, and why newer ones were passed over."""
+    """Return the checkpoint to resume from, and why newer ones were skipped."""
     if resume == "discard":
         return None, []
     if resume not in ("auto", "never"):
@@ -78,11 +78,12 @@ def choose_checkpoint(
             f"{found} is from an earlier run, and resume is 'never'",
             "pass resume=auto to continue it, or use another output_dir",
         )
-    left = [(path, "set aside") for path in sorted(store.folder.glob("superseded_*"))]
-    if newest is None and (rejected or left):  # killed while it went elsewhere, perhaps
-        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected + left)
+    set_aside = [(path, "set aside") for path in sorted(store.folder.glob("superseded_*"))]
+    # Only set-aside ones are left if a run was killed while it restored another checkpoint.
+    if newest is None and (rejected or set_aside):
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in rejected + set_aside)
         raise CheckpointError(
-            f"no checkpoint in {store.folder} is whole ({reasons})",
+            f"no checkpoint in {store.folder} is valid ({reasons})",
             "use another output_dir, or pass the path of a checkpoint to resume",
         )
     return newest, rejected
@@ -99,14 +100,15 @@ def agree_on_contract(
     if checkpoint is None:
         return _fresh_contract(config, data, world_size)
     stored = _stored_contract(checkpoint)
-    asked, was = config.batch.global_batch_size, stored.plan
+    asked = config.batch.global_batch_size
+    was = stored.plan
     try:
         fresh = _fresh_contract(config, data, world_size)
     except ConfigError:
         if world_size <= was.began_on:
             raise
-        # So many ranks would need a larger step than these settings or data allow. A resumed run
-        # does not: it keeps the step it began with.
+        # A new run on this many ranks would need a larger step than the settings or data allow.
+        # A resumed run keeps the step it began with.
         began = _fresh_contract(config, data, was.began_on)
         fresh = replace(began, plan=began.plan.on_ranks(world_size))
     if config.sync_batch_norm and checkpoint.meta.get("config", {}).get("sync_batch_norm"):
@@ -116,10 +118,10 @@ def agree_on_contract(
         raise ConfigError(
             f"the checkpoint was trained with global_batch_size {was.global_batch}, "
             f"this run asks for {asked}",
-            "use the old number, or pass accept_changes=true to train on with the new one",
+            "use the old number, or pass accept_changes=true to continue with the new one",
         )
     agreed = fresh if is_other else resume_contract(stored, fresh, config.accept_changes)
-    # The same global batch on other ranks is another loss here: fewer samples meet at a time.
+    # On another number of ranks such a loss compares another number of samples at a time.
     if gathers and not config.accept_changes:
         CutChange(was, agreed.plan).raise_for_gather()
     if config.exact and agreed.plan.cut_for_ranks:
@@ -127,10 +129,10 @@ def agree_on_contract(
             raise ConfigError(
                 f"{world_size} ranks, but a step is {was.num_leaves} x {was.leaf_size} samples: "
                 "with smaller micro-batches exact mode would give other bits",
-                f"use {count_ranks(was.num_leaves)} or fewer, or pass accept_changes=true to train "
-                "on with smaller micro-batches and other bits",
+                f"use {count_ranks(was.num_leaves)} or fewer, or pass accept_changes=true to "
+                "continue with smaller micro-batches and other bits",
             )
-        # From here on the bits are the same for any number of ranks again.
+        # From now on the bits are again the same for any number of ranks.
         agreed = replace(agreed, plan=agreed.plan.halved_for_ranks())
     return agreed
 
@@ -156,7 +158,7 @@ def check_batch_norm(
     """Refuse a resume in which batch normalisation sees another number of samples at a time.
 
     Raises:
-        ConfigError: with the samples that statistics see, before and now.
+        ConfigError: with the number of samples, before and now.
     """
     if checkpoint is None or config.accept_changes:
         return
@@ -172,10 +174,10 @@ def check_batch_norm(
     change.raise_for_batch_norm(before, now, instead, also)
 
 
-def describe_cut(
+def describe_micro_batches(
     checkpoint: Checkpoint, plan: BatchPlan, model: nn.Module, exact: bool
 ) -> list[str]:
-    """Return what to print where a resumed run cuts a step into other micro-batches."""
+    """Return the lines to print if a resumed run splits a step into other micro-batches."""
     was = _stored_contract(checkpoint).plan
     if (was.global_batch, was.batch_size) != (plan.global_batch, plan.batch_size):
         return []  # the user asked for that
@@ -196,7 +198,7 @@ def describe_cut(
 
 
 def _normalised(checkpoint: Checkpoint, plan: BatchPlan, model: nn.Module) -> tuple[int, int]:
-    """Return how many samples batch normalisation saw at a time, and sees now."""
+    """Return the number of samples that batch normalisation sees at a time, before and now."""
     if not has_batch_norm(model):
         return 0, 0
     was = _stored_contract(checkpoint).plan
@@ -222,12 +224,12 @@ def flat_settings(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def is_among(name: str, names: Iterable[str]) -> bool:
-    """Say whether a dotted name is one of `names`, or below one."""
+    """Return whether a dotted name is one of `names`, or below one."""
     return any(f"{name}.".startswith(f"{above}.") for above in names)
 
 
 def free_settings(checkpoint: Checkpoint | None) -> Sequence[str]:
-    """Return the settings that mean nothing yet: what is best, before anything was."""
+    """Return the settings that may change because no evaluation has been the best yet."""
     if checkpoint is None or "contract" not in checkpoint.meta:
         return ()
     return OF_BEST if load_progress(checkpoint).best is None else ()
@@ -240,10 +242,10 @@ def changed_settings(
     may_change: Sequence[str] = (),
     free: Sequence[str] = (),
 ) -> list[str]:
-    """Return the settings that decide the result and differ from the checkpoint's, old -> new.
+    """Return the changed settings that decide the result, as "name old -> new".
 
-    A key the checkpoint does not know had its default then. Of the task's own settings all
-    count but those at or below a name in `may_change`, of the run's all but those in `free`.
+    A setting that is missing in the checkpoint had its default value. The task's settings at or
+    below a name in `may_change` may change, and so may the run's settings in `free`.
     """
     if checkpoint is None or "config" not in checkpoint.meta:
         return []
@@ -264,7 +266,7 @@ def changed_settings(
 def take_prints(
     data: Any, held_out: Any, seed: int, checkpoint: Checkpoint | None, is_full: bool
 ) -> dict[str, Any]:
-    """Return what the data hold now, in the form the checkpoint has it; see `take_print`."""
+    """Return fingerprints of the data, comparable with the checkpoint's; see `take_print`."""
     before = checkpoint.meta.get("data", {}) if checkpoint else {}
     named = {"training": data, "held-out": held_out}
     return {name: take_print(kept, seed, before.get(name), is_full) for name, kept in named.items()}
@@ -273,10 +275,10 @@ def take_prints(
 def changed_data(
     checkpoint: Checkpoint | None, prints: Mapping[str, Any], data: Mapping[str, Any]
 ) -> list[str]:
-    """Return what has changed in the data since the checkpoint."""
+    """Return the changes of the data since the checkpoint."""
     before = checkpoint.meta.get("data", {}) if checkpoint else {}
     found = {name: differences(before.get(name, {}), prints[name], data[name]) for name in prints}
-    return [f"{name} data: {what}" for name, what in found.items() if what]
+    return [f"{name} data: {change}" for name, change in found.items() if change]
 
 
 def contract_or_refusal(
@@ -285,7 +287,7 @@ def contract_or_refusal(
     changes: list[str],
     agree: Callable[[], Contract],
 ) -> Contract:
-    """Return what `agree` does, or refuse all that has changed since the checkpoint at once."""
+    """Return the result of `agree`, or refuse all changes since the checkpoint in one error."""
     if config.accept_changes or not changes:
         return agree()
     try:
@@ -293,20 +295,19 @@ def contract_or_refusal(
     except ConfigError as error:
         changes = [*changes, error.problem]
     raise ConfigError(
-        f"this is not what the checkpoint was trained with: {'; '.join(changes)}",
-        "set what is listed back to its old value, or pass accept_changes=true to continue with "
-        "the new ones",
+        f"settings or data differ from the checkpoint's: {'; '.join(changes)}",
+        "restore the old values, or pass accept_changes=true to continue with the new ones",
     )
 
 
 def warnings_of(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
-    """Return what a user should know of a checkpoint that the run goes on from all the same."""
+    """Return warnings about a checkpoint that the run resumes from."""
     then = {**RunConfig().model_dump(), **checkpoint.meta.get("config", {})}
     now = config.model_dump(include={"epochs", "max_steps"})
     lengths = [f"{n} {then[n]} -> {value}" for n, value in now.items() if then[n] != value]
-    said = []
+    warnings = []
     if lengths and config.schedule.shape == "cosine":
-        said.append(f"the cosine ends elsewhere than it did: {', '.join(lengths)}")
+        warnings.append(f"the cosine schedule has another length: {', '.join(lengths)}")
     if "data" not in checkpoint.meta:
-        said.append(f"{checkpoint.path} does not say what its data held: not compared")
-    return said
+        warnings.append(f"{checkpoint.path} has no fingerprints of its data: not compared")
+    return warnings

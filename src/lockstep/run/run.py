@@ -41,6 +41,8 @@ from lockstep.plan import Contract
 from lockstep.run.average import Averages
 from lockstep.run.progress import Progress
 from lockstep.run.saved_run import check_saved_run, load_progress
+from lockstep.step.train_step import TrainStep
+from lockstep.step.update import new_non_finite_flag
 from lockstep.task import Task
 
 
@@ -65,39 +67,52 @@ class Run:
     resumed_from: Checkpoint | None = None
     rejected: list[tuple[Path, str]] = field(default_factory=list)
     prints: dict[str, Any] = field(default_factory=dict)
-    """What the data held when the run began."""
+    """Fingerprints of the data when the run began."""
     not_compared: list[str] = field(default_factory=list)
-    """Which data, "training" or "held-out", could not be compared between ranks."""
+    """The data, "training" or "held-out", that could not be compared between ranks."""
     exact_reducer: ExactReducer | None = None
-    """In exact mode, what adds up."""
+    """Exact mode's gradient reducer, or None."""
     averaging: Averaging | None = None
-    """Else, what averages gradients over ranks. One's own, then `replicate`: docs/own_loop.md."""
+    """How gradients are averaged over ranks, except in exact mode. Set your own before
+    `replicate`; see docs/own_loop.md."""
     numerics: dict[str, str] = field(default_factory=dict)
     rate_factor: float | None = None
-    """What `set_rate` was last called with."""
+    """The last argument of `set_rate`."""
     trained_at_start: list[str] = field(default_factory=list)
-    """The parameters that the task's model trains before any is frozen or unfrozen."""
+    """The trained parameters of the model as the task built it."""
     pending_optimizer: dict[str, Any] | None = None
-    """The saved state of an optimizer to which the run had added parameter groups; this one is
-    to add them again."""
+    """A saved optimizer state to load once this run has added the same parameter groups."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     unclaimed_states: list[str] = field(default_factory=list)
-    """The callbacks whose state the checkpoint holds, and that this run does not have."""
+    """Callbacks that have a state in the checkpoint but are not in this run."""
     logged: dict[str, tuple[Tensor | float, int]] = field(default_factory=dict)
-    """Sum and number of what callbacks logged on this rank since the last log line, by name."""
+    """Sum and number of the values that callbacks logged on this rank since the last log line."""
     stop_reason: str = ""
-    """Why a callback of this rank wants the run to stop."""
+    """Why a callback of this rank asked the run to stop."""
+    stops_unsaved: bool = False
+    """Whether it asked to stop without a last checkpoint."""
     uses_task_loss: bool = False
     """Whether the trainer has taken a step with the task's own loss."""
     non_finite: Tensor | None = None
-    """On a GPU, whether a step of the trainer's was no longer arithmetic; see `train_step`."""
+    """On a GPU: the sticky flag of the trainer's own steps, once it has taken one."""
+    train_step: TrainStep | None = None
+    """Takes the trainer's own steps, with the model as it was last replicated."""
 
     def __post_init__(self) -> None:
         self.trained = TrainedParameters(unwrap(self.model), self.optimizer)
 
     @property
+    def agrees_on_memory(self) -> bool:
+        """Whether ranks agree in each step that it fits into the memory of all of them."""
+        # A loss that compares samples changes with the size of micro-batches.
+        gathers = self.task.gathers and (self.world.size > 1 or not self.config.exact)
+        is_sharded = self.config.parallel == "fsdp"
+        communicates = self.world.size > 1 and (self.config.sync_batch_norm or is_sharded)
+        return self.config.on_out_of_memory == "halve" and not (gathers or communicates)
+
+    @property
     def step(self) -> int:
-        """How many weight updates were made."""
+        """The number of weight updates so far."""
         return self.progress.step
 
     def log(self, name: str, value: Tensor | float) -> None:
@@ -106,12 +121,13 @@ class Run:
         total, num = self.logged.get(name, (0.0, 0))
         self.logged[name] = (total + number, num + 1)
 
-    def stop(self, reason: str) -> None:
-        """Ask for a clean stop after this step: saved, on all ranks, with exit code 0."""
+    def stop(self, reason: str, *, save: bool = True) -> None:
+        """Ask for a clean stop after this step, on all ranks, with exit code 0; saved, or not."""
         self.stop_reason = reason or "a callback asked for it"
+        self.stops_unsaved = not save
 
     def parts(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, by name."""
+        """Return the state that a resumed run needs, by name."""
         callbacks = self.callbacks.state_dict()
         return {
             **({"callbacks": callbacks} if callbacks else {}),
@@ -124,7 +140,7 @@ class Run:
         }
 
     def meta(self, progress: Progress) -> dict[str, Any]:
-        """Return what a checkpoint says of the run beside its tensors."""
+        """Return the meta data of a checkpoint."""
         return {
             "world_size": self.world.size,
             "job": launched().job,
@@ -141,33 +157,34 @@ class Run:
             "numerics": self.numerics,
         }
 
-    def keep_evidence(self, step: int) -> Path:
-        """Save the present weights as those that `step` updates left, where no resume looks."""
+    def save_before_non_finite(self, step: int) -> Path:
+        """Save the weights after `step` updates to a folder that no resume reads."""
         store = CheckpointStore(
             Path(self.config.output_dir) / "non_finite", keep_last=None, recipe=self.task.name
         )
         parts = snapshot(self.parts(), self.world.is_first)
         if self.world.is_first:
-            plan, loader = self.contract.plan, self.loader
+            plan = self.contract.plan
+            loader = self.loader
             consumed = loader.consumed_before(step)
             epoch, into = divmod(consumed, plan.samples_per_epoch)
             ledger = Ledger.of_epoch(loader.order, plan, epoch, into)
             progress = Progress(step, consumed, self.progress.best, ledger)
             parts["progress"] = progress.state()
-            shutil.rmtree(store.path(step), ignore_errors=True)  # of a run that went another way
+            shutil.rmtree(store.path(step), ignore_errors=True)  # left by an earlier run
             store.save(step, parts, {**self.meta(progress), "names": [], "metrics": {}})
         return store.path(step)
 
     def set_rate(self, factor: float) -> None:
         """Give every parameter group its base rate times `factor`.
 
-        The base rate of a group that was added during the run is the rate it was added with.
+        For a group added during the run, the base rate is the rate it was added with.
         """
         groups = self.optimizer.param_groups
         if len(groups) < len(self.base_rates):
             raise ConfigError(
                 f"the optimizer has {len(groups)} parameter groups and had {len(self.base_rates)}",
-                "keep the groups, and set requires_grad of what is not to be trained to False",
+                "keep the groups, and freeze parameters with requires_grad_(False)",
             )
         self.base_rates += [group["lr"] for group in groups[len(self.base_rates) :]]
         for group, base in zip(groups, self.base_rates, strict=True):
@@ -175,35 +192,59 @@ class Run:
         self.rate_factor = factor
 
     def replicate(self) -> None:
-        """Replicate the model, again where it was before; train what requires a gradient now.
+        """Replicate the model, or replicate it again, for the parameters that require a gradient.
 
         Collective.
         """
+        self.train_step = None
         if unwrap(self.model) is not self.model:
             self.model = unwrap(self.model)
-            gc.collect()  # an error may hold the old replica, which would still take gradients
-        way, mb = self.exact_reducer or self.averaging, self.config.gradients.bucket_mb
-        self.model = replicate(self.model, self.world, way, mb)
-        self.averages.follow()
+            gc.collect()  # an exception may keep the old replica, whose hooks would still run
+        averaging = self.exact_reducer or self.averaging
+        self.model = replicate(self.model, self.world, averaging, self.config.gradients.bucket_mb)
+        self.averages.add_trained()
         pending = self.pending_optimizer
         num_groups = len(pending["param_groups"]) if pending else 0
         self.trained = TrainedParameters(unwrap(self.model), self.optimizer, num_groups)
+        self.train_step = self._build_step()
 
-    def follow_trained(self) -> str:
-        """Replicate the model for the parameters that are trained now. Collective.
+    def _build_step(self) -> TrainStep:
+        config, device = self.config, self.world.device
+        flag = self.non_finite
+        if config.on_non_finite == "stop" and device.type == "cuda" and not self.scaler:
+            flag = new_non_finite_flag(device) if flag is None else flag
+        return TrainStep(
+            self.task.loss,
+            self.model,
+            self.optimizer,
+            self.world,
+            weights=self.task.weights,
+            seed=config.seed,
+            max_grad_norm=config.max_grad_norm,
+            autocast=self.autocast,
+            scaler=self.scaler,
+            exact_reducer=self.exact_reducer,
+            non_finite=flag,
+            agree_on_memory=self.agrees_on_memory,
+            trained=self.trained,
+            buffers_later=True,
+        )
+
+    def update_trained(self) -> str:
+        """Replicate the model for the parameters that are now trained. Collective.
 
         Returns:
-            What has changed, in a few words.
+            The changes, for a log line.
 
         Raises:
-            ConfigError: on all ranks: they do not train the same parameters, or some that are in
-                no parameter group.
+            ConfigError: on all ranks: they train different parameters, or some that are in no
+                parameter group.
         """
         began, ended = self.trained.changes()
-        said = self.world.all_texts(json.dumps([began, ended]))
-        other = next((rank for rank, text in enumerate(said) if text != said[0]), None)
+        changes = self.world.all_texts(json.dumps([began, ended]))
+        other = next((rank for rank, text in enumerate(changes) if text != changes[0]), None)
         if other is not None:
-            here, there = (describe_changes(*json.loads(said[rank])) for rank in (0, other))
+            here, there = (describe_changes(*json.loads(changes[rank])) for rank in (0, other))
             raise ConfigError(
                 f"ranks 0 and {other} do not train the same parameters (rank 0: {here}; rank "
                 f"{other}: {there})",
@@ -211,7 +252,8 @@ class Run:
             )
         together(self.world, lambda: self._check_optimized(began))
         check_same_optimizer(unwrap(self.model), self.optimizer, self.world)
-        pending, groups = self.pending_optimizer, self.optimizer.param_groups
+        pending = self.pending_optimizer
+        groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         self.base_rates += rates[len(self.base_rates) :]
         if pending and len(groups) == len(pending["param_groups"]):
@@ -219,13 +261,13 @@ class Run:
             self.pending_optimizer = None
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
-        if self.rate_factor is not None:  # a group that was added has no part in it yet
+        if self.rate_factor is not None:  # applies it to added groups, too
             self.set_rate(self.rate_factor)
         self.replicate()
         return describe_changes(began, ended)
 
     def _check_optimized(self, names: list[str]) -> None:
-        """Refuse parameters that no update would move."""
+        """Refuse trained parameters that the optimizer does not have."""
         optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         parameters = dict(unwrap(self.model).named_parameters())
         own = {id(parameter) for parameter in parameters.values()}
@@ -236,11 +278,11 @@ class Run:
                 f"{list_names(lost)} now require a gradient, and no parameter group of the "
                 "optimizer has them",
                 "add them with optimizer.add_param_group, or build the optimizer with all "
-                "parameters: it leaves out those that are frozen",
+                "parameters (it skips frozen ones)",
             )
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take back what `parts` returned; the task's own part came before the model."""
+        """Restore what `parts` returned, except the task's state, which is already restored."""
         self._restore_trained(checkpoint)
         self._restore_weights(checkpoint)
         saved = checkpoint.load("optimizer")
@@ -254,10 +296,10 @@ class Run:
         self.resumed_from = checkpoint
 
     def rewind(self) -> int:
-        """Take back the weights of the newest checkpoint, but not its place in the data.
+        """Restore the weights of the newest checkpoint, but not its position in the data.
 
         Returns:
-            Its step.
+            The checkpoint's step.
         """
         checkpoint, _ = self.store.latest(check_saved_run)
         if checkpoint is None:
@@ -268,17 +310,18 @@ class Run:
         return checkpoint.step
 
     def _restore_trained(self, checkpoint: Checkpoint) -> None:
-        """Freeze and unfreeze what the run had frozen and unfrozen by the checkpoint."""
+        """Freeze and unfreeze parameters as the run had done by the checkpoint."""
         then = checkpoint.meta.get("trained")
-        began_with = checkpoint.meta.get("trained_at_start", [])
-        now, named = self.trained_at_start, dict(unwrap(self.model).named_parameters())
-        if then is None or now == then or not named.keys() >= {*then, *began_with}:
-            return  # another model altogether is refused with its weights
-        if now != began_with:  # the task has changed, and what it trains now is no accident
+        at_start = checkpoint.meta.get("trained_at_start", [])
+        now = self.trained_at_start
+        named = dict(unwrap(self.model).named_parameters())
+        if then is None or now == then or not named.keys() >= {*then, *at_start}:
+            return  # another model is refused when its weights are loaded
+        if now != at_start:  # the task now trains other parameters on purpose
             if not self.config.accept_changes:
-                changes = describe_changes(*differences(began_with, now))
+                changes = describe_changes(*differences(at_start, now))
                 raise ConfigError(
-                    f"this model does not train what the checkpoint's did: {changes}",
+                    f"this model does not train the checkpoint's parameters: {changes}",
                     "train the same parameters, or pass accept_changes=true",
                 )
             return
@@ -286,7 +329,7 @@ class Run:
             parameter.requires_grad_(name in then)
 
     def _restore_weights(self, checkpoint: Checkpoint) -> None:
-        """Take back model, optimizer, averages and scaler; an error says of which checkpoint."""
+        """Restore model, optimizer, averages and scaler; an error names the checkpoint."""
         try:
             self._load_weights(checkpoint)
         except CheckpointError as error:
@@ -312,10 +355,10 @@ class Run:
             load_scaler(self.scaler, checkpoint.load("scaler"))
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
-        """Take back the optimizer's state, but not silently its old settings."""
-        apart = {"params", "lr", "initial_lr", *KERNELS}
-        asked = [
-            {name: value for name, value in group.items() if name not in apart}
+        """Restore the optimizer's state; keep the new settings, or refuse changed ones."""
+        ignored = {"params", "lr", "initial_lr", *KERNELS}
+        settings = [
+            {name: value for name, value in group.items() if name not in ignored}
             for group in self.optimizer.param_groups
         ]
         try:
@@ -325,7 +368,7 @@ class Run:
                 f"the optimizer's saved state does not fit: {error}",
                 "use the same optimizer with the same parameter groups",
             ) from error
-        for group, wanted in zip(self.optimizer.param_groups, asked, strict=True):
+        for group, wanted in zip(self.optimizer.param_groups, settings, strict=True):
             changed = {n: value for n, value in wanted.items() if not _is_same(group.get(n), value)}
             if changed and not self.config.accept_changes:
                 old = ", ".join(f"{n} {group.get(n)} -> {value}" for n, value in changed.items())
@@ -333,13 +376,14 @@ class Run:
                     f"the checkpoint was trained with another optimizer: {old}",
                     "restore the old settings, or pass accept_changes=true to use the new ones",
                 )
-            if changed.keys() - group.keys():  # of another kind: what it has is none of ours
+            if changed.keys() - group.keys():  # another kind of optimizer: its state does not fit
                 self.optimizer.state.clear()
             group.update(changed)
 
     def _consumed_now(self, checkpoint: Checkpoint) -> int:
-        """Return the position, moved to a whole step where an accepted change cut epochs anew."""
-        stored, plan = Contract.from_json(checkpoint.meta["contract"]).plan, self.contract.plan
+        """Return the position in the data, on a whole step if epochs or steps changed size."""
+        stored = Contract.from_json(checkpoint.meta["contract"]).plan
+        plan = self.contract.plan
         kept = (stored.samples_per_epoch, stored.global_batch)
         if kept == (plan.samples_per_epoch, plan.global_batch):
             return self.progress.consumed
@@ -349,11 +393,11 @@ class Run:
 
 
 def _is_same(saved: Any, built: Any) -> bool:
-    """Say whether an optimizer has the same setting, a number or a tensor of the same value."""
+    """Return whether two settings are equal; a tensor equals a number of the same value."""
     plain = [v.tolist() if isinstance(v, Tensor) else v for v in (saved, built)]
     return bool(plain[0] == plain[1])
 
 
 def versions() -> dict[str, str]:
-    """Return what a later reader must know to repeat the run."""
+    """Return the versions needed to repeat the run."""
     return {"python": platform.python_version(), "torch": str(torch.__version__)}

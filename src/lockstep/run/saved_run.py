@@ -1,10 +1,10 @@
-"""What `fit` writes about a run into a checkpoint, checked before any of it is used.
+"""Check the meta data and progress that `fit` saved in a checkpoint, before they are used.
 
-Owns: the types and bounds of the meta data and of the saved progress. Does not own: the manifest
-around them (`checkpoint/manifest.py`), or what a resume decides from them (`resume.py`).
+Owns: their types and bounds. Does not own: the manifest that contains them
+(`checkpoint/manifest.py`), or what a resume decides from them (`resume.py`).
 
-A later step divides by these numbers, counts to them and reads samples by them. So every one is
-checked here, once, and the first that is wrong is named.
+Training divides by these numbers, counts to them and reads samples by them. So all are checked
+here, once, and an error names the first wrong one.
 """
 
 import math
@@ -22,16 +22,16 @@ from lockstep.plan import BatchPlan, Contract
 from lockstep.run.progress import Progress
 
 MAX_SAMPLES: Final = 2**62
-"""What a stream counts as."""
+"""The length of a stream."""
 MAX_HALVINGS: Final = 62
 MAX_NAMES: Final = 16
-"""Names of one checkpoint: the best, of an epoch, of a step."""
+"""The most names of one checkpoint: of the best one, of an epoch, of a step."""
 MAX_PRINTED: Final = 100_000
-"""Samples, or groups of them, that a print of the data may hold."""
+"""The most samples, or groups of samples, in a fingerprint of the data."""
 
 
 class SavedPrint(BaseModel):
-    """What a data set held; see `data/fingerprint.py`."""
+    """The fingerprint of a data set; see `data/fingerprint.py`."""
 
     model_config = ConfigDict(strict=True)
 
@@ -77,7 +77,7 @@ class SavedMeta(BaseModel):
 def check_saved_run(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose meta data are not those of a run.
 
-    One without a contract was saved by a custom loop, whose meta data are its own.
+    One without a contract was saved by a custom loop, which defines its own meta data.
 
     Raises:
         CheckpointError: names the file and the field.
@@ -196,7 +196,7 @@ def _check_ledger(ledger: Any, said: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Say whether a value is a number that fits a float; a tensor of one element is one too."""
+    """Return whether a value is a number that fits a float, or a tensor of one such number."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     if type(value) is int:

@@ -1,7 +1,7 @@
-"""Save a run: from a copy in memory, in the background, whole or every rank its share.
+"""Save a run in the background, from a copy in memory: whole, or a share on every rank.
 
-Owns: what a checkpoint is called, the copy, the hand-over to the writer, the commit once all
-shares are there, and what a failed save means. Does not own: when to save; nor files.
+Owns: the names of a checkpoint, the copy, handing it to the writer, the commit once all shares
+are written, and the reaction to a failed save. Does not own: when to save, or files.
 """
 
 import json
@@ -22,17 +22,17 @@ from lockstep.run.record import Record
 from lockstep.run.run import Run
 
 Files = dict[str, dict[str, Any]]
-"""What the manifest says of each file, by name."""
+"""The manifest's entry for each file, by name."""
 
 
 @dataclass
 class _PendingCommit:
-    """A checkpoint whose shares are being written, each by its rank."""
+    """A checkpoint of which every rank is writing its share."""
 
     commit: Callable[[Files], object]
-    """Commits it, once it is told what all ranks have written."""
+    """Commits the checkpoint, given the files of all ranks."""
     files: Files = field(default_factory=dict)
-    """What this rank has written."""
+    """The files of this rank."""
 
 
 class Saver:
@@ -45,21 +45,21 @@ class Saver:
         stack.push(self._close)
         self.saved_step = run.progress.step if run.resumed_from else None
         self.committed_step = self.saved_step
-        """The newest step whose checkpoint is known to be complete on the disk."""
+        """The newest step whose checkpoint is known to be complete on disk."""
         self.is_last = False
-        """Whether a save that fails can no longer be made good by another."""
+        """Whether this is the last save of the run, so that no later one can replace it."""
         self.run_has_failed = False
-        """Whether the run ends by something else, which a save that fails must not hide."""
+        """Whether the run ends with another error, which a failed save must not hide."""
         self._best_saved = run.progress.best
         """The best metric that has a checkpoint."""
         self._best_pending = run.progress.best
-        """What that will be once the save under way is done."""
+        """The value of `_best_saved` once the current save is done."""
         self._lost_step: int | None = -1
         """The step of a best checkpoint that could not be saved."""
         self._lost_best: float | None = None
-        """Its metric."""
+        """The metric of that checkpoint."""
         self._spare: dict[str, Tensor] = {}
-        """The copy that was saved last; no save is under way when the next one is made."""
+        """Host memory of the last copy, reused by the next one."""
         self._pending: _PendingCommit | None = None
 
     def save(
@@ -70,10 +70,11 @@ class Saver:
         A checkpoint of the same step is kept unless `replace` is true.
 
         Raises:
-            ConfigError: on all ranks, once it is saved, if `Task.state` differs between them; and
-                without saving, if their weights or optimizer settings do.
+            ConfigError: on all ranks, after the save, if `Task.state` differs between ranks;
+                instead of the save, if weights or optimizer settings do.
         """
-        world, model = self.run.world, unwrap(self.run.model)
+        world = self.run.world
+        model = unwrap(self.run.model)
         difference = weights_difference({"": model}, {"": self.run.optimizer}, world)
         if difference:
             self._refuse_weights(difference)
@@ -84,14 +85,14 @@ class Saver:
             self._refuse_state(difference)
 
     def _refuse_weights(self, difference: str) -> None:
-        """Stop a run whose ranks train different weights, and save nothing of them."""
+        """Stop a run whose ranks have different weights, without saving them."""
         self.finish_save()
         step = self.run.progress.step
         error = different_weights(difference, f"; step {step} is not saved")
         self._raise_or_warn(error, f"NOT SAVED: {error.problem}")
 
     def _refuse_state(self, difference: str) -> None:
-        """Stop a run whose task's state differs between ranks: a resume would lose it."""
+        """Stop a run whose task has different states on ranks: a resume would lose all but one."""
         self.finish_save()
         step = self.run.progress.step
         where = f"step {step} was saved with rank 0's" if self.saved_step == step else "not saved"
@@ -109,7 +110,7 @@ class Saver:
         run = self.run
         step = run.progress.step
         self.saved_step = step
-        if self._lost_step == step:  # the same weights once more
+        if self._lost_step == step:  # saving these weights failed before
             is_best = True
             run.progress.best = self._lost_best
         self._best_saved = self._best_pending
@@ -119,9 +120,9 @@ class Saver:
         meta = {**run.meta(run.progress), "names": names, "metrics": dict(metrics)}
         path = str(run.store.path(step))
 
-        def commit(what: Any) -> None:
-            if what:
-                run.store.save(step, what, meta, replace)
+        def commit(contents: Any) -> None:
+            if contents:
+                run.store.save(step, contents, meta, replace)
             for name in names:
                 run.store.name(step, name)
             self.committed_step = step
@@ -129,13 +130,13 @@ class Saver:
 
         is_sharded = run.config.checkpoint.sharded and run.world.size > 1
         parts = together(run.world, lambda: self._copy(is_sharded))
-        # Written before the checkpoint can exist: a resume from it must find this in the record.
+        # Written before the checkpoint exists: a resume from it must find this event.
         stall_s = time.monotonic() - began
         self.record.events.write("saving", step, path=path, stall_s=stall_s)
         try:
             if is_sharded and self._begin(parts, step, replace):
                 self._submit_share(parts, step, commit)
-            elif run.world.is_first:  # shares that are there already lack their names
+            elif run.world.is_first:  # if the shares exist already, only add the names
                 self.writer.submit(lambda: commit(None if is_sharded else parts))
         except CheckpointError as error:
             self._not_saved(error)
@@ -144,14 +145,15 @@ class Saver:
             self.finish_save()
 
     def _begin(self, share: Share, step: int, replace: bool) -> bool:
-        """Make room for a checkpoint of shares; say if there is none of its step. Collective."""
-        world, store = self.run.world, self.run.store
-        needed = share.num_bytes * world.size  # ranks have as much each, to a row
+        """Make room for a sharded checkpoint; return False if the step has one. Collective."""
+        world = self.run.world
+        store = self.run.store
+        needed = share.num_bytes * world.size  # shares have about the same size
         begun = together(world, lambda: world.is_first and store.begin(step, needed, replace))
         return bool(world.all_max(int(begun))[0])
 
     def _submit_share(self, share: Share, step: int, commit: Callable[[Any], None]) -> None:
-        """Let the writer write this rank's share, to be committed with those of the others."""
+        """Let the writer write this rank's share; it is committed once all are written."""
         pending = _PendingCommit(lambda files: commit(Written(share.skeletons, files)))
 
         def write() -> None:
@@ -161,15 +163,15 @@ class Saver:
         self.writer.submit(write)
 
     def finish_save_if_ready(self, has_failed: bool, is_busy: bool) -> None:
-        """Finish a save that has failed on any rank, or is complete on all. Collective."""
+        """Finish a save that failed on any rank or is complete on all. Collective."""
         if has_failed or (self._pending and not is_busy):
             self.finish_save(wait=False)
 
     def finish_save(self, wait: bool = True) -> None:
-        """Wait for the save under way, commit it once every share is there. Collective.
+        """Wait for the current save, and commit it once every share is written. Collective.
 
         Raises:
-            CheckpointError: on all ranks, why it failed, unless the run may continue without.
+            CheckpointError: on all ranks, if the save failed and the run must not continue.
         """
         world = self.run.world
         try:
@@ -180,13 +182,13 @@ class Saver:
                 if not wait:
                     return
                 together(world, self.writer.wait)
-            if self.saved_step is not None:  # other ranks than the first learn it here
+            if self.saved_step is not None:  # only the first rank knew it until now
                 self.committed_step = self.saved_step
         except CheckpointError as error:
             self._not_saved(error)
 
     def _submit_commit(self, pending: _PendingCommit) -> None:
-        """Let the first rank commit what all ranks have written. Collective."""
+        """Let the first rank commit the files of all ranks. Collective."""
         files: Files = {}
         for text in self.run.world.all_texts(json.dumps(pending.files)):
             files |= json.loads(text)
@@ -194,8 +196,9 @@ class Saver:
             self.writer.submit(lambda: pending.commit(files))
 
     def _names(self, is_best: bool) -> list[str]:
-        """Return the names that a checkpoint of now has beside its step's."""
-        progress, saving = self.run.progress, self.run.config.checkpoint
+        """Return the names of a checkpoint saved now, in addition to that of its step."""
+        progress = self.run.progress
+        saving = self.run.config.checkpoint
         epochs, into_epoch = divmod(progress.consumed, self.run.contract.plan.samples_per_epoch)
         names = ["best_model.pt"] if is_best else []
         if not into_epoch and saving.name_epochs:
@@ -205,14 +208,14 @@ class Saver:
         return names
 
     def _copy(self, is_sharded: bool) -> Any:
-        """Return a copy of what this rank will write: its share, or all of it on the first rank."""
+        """Return a copy of what this rank writes: its share, or on the first rank everything."""
         world = self.run.world
         if not is_sharded:
             return snapshot(self.run.parts(), world.is_first, self._spare)
-        sync_buffers(unwrap(self.run.model), world)  # or each would write statistics of its own
+        sync_buffers(unwrap(self.run.model), world)  # ranks' running statistics may differ
         parts = self.run.parts()
         share = share_of({**parts, "task": {}}, world.rank, world.size)
-        if world.is_first:  # all ranks have the same
+        if world.is_first:  # the same on all ranks
             own = share_of({"task": parts["task"]})
             share.tensors.update(own.tensors)
             share.skeletons.update(own.skeletons)
@@ -227,22 +230,22 @@ class Saver:
             self._not_saved(lost)
 
     def _not_saved(self, error: CheckpointError) -> None:
-        """Leave nothing half done; then stop, or say it loudly, as the run was told to."""
+        """Clean up after a failed save; then raise or warn, depending on `on_failed_save`."""
         progress = self.run.progress
         if progress.best == self._best_pending != self._best_saved:
             self._lost_step = self.saved_step
             self._lost_best = progress.best
-            progress.best = self._best_saved  # later ones are compared with what is there
+            progress.best = self._best_saved  # compare later metrics with a saved checkpoint
         self._best_pending = self._best_saved
         self._pending = None
         self.saved_step = None
         if self.run.world.is_first:
             self.run.store.sweep()
-        # A run that another one has replaced can never save again, whatever it was told.
+        # After another run has taken over the folder, no later save can succeed.
         is_over = self.is_last or isinstance(error, TakenOverError)
-        must = is_over or self.run.config.checkpoint.on_failed_save == "stop"
-        if must and not self.run_has_failed:
+        must_stop = is_over or self.run.config.checkpoint.on_failed_save == "stop"
+        if must_stop and not self.run_has_failed:
             raise error
-        then = "" if self.run_has_failed else "; the run goes on and tries again at the next save"
+        then = "" if self.run_has_failed else "; the run continues and tries again at the next save"
         message = f"NOT SAVED: {error.problem}{then}"
         self.record.events.write("warning", self.run.progress.step, message=message)

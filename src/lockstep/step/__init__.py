@@ -1,1 +1,1 @@
-"""One optimizer step: forward and backward passes, the update, and what it reports."""
+"""One optimizer step: forward and backward passes, the update, and the report."""

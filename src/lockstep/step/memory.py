@@ -1,7 +1,7 @@
-"""A step that does not fit in memory fails on every rank, and can be taken again.
+"""Fail a step that does not fit in memory on every rank, so that it can be repeated.
 
-Owns: how ranks agree that it did not fit. Does not own: the step, nor the smaller micro-batches
-it is taken again with (`run/halving.py`).
+Owns: how ranks agree that the step did not fit. Does not own: the step, or repeating it with
+smaller micro-batches (`run/halving.py`).
 """
 
 import zlib
@@ -17,25 +17,33 @@ from lockstep.step.reduction import Reduction
 from lockstep.torch_compat.error_texts import CPU_ALLOCATOR
 
 Rows = tuple[list[Tensor], list[str]]
-"""What a step's passes return: a row of sums for each micro-batch, and the names in it."""
+"""The result of a step's passes: a row of sums for each micro-batch, and the names of parts."""
 
 
-def fit_together(work: Callable[[], Rows], reduction: Reduction) -> Rows:
-    """Do `work`; if it does not fit in memory on one rank, or cannot work, fail on all alike.
+def run_alone(passes: Callable[[], Rows], reduction: Reduction) -> Rows:
+    """Run the passes of this rank; an error in them is its own. Collective."""
+    rows, names = passes()
+    if reduction.world.size > 1:
+        compare_names(names, reduction.world)
+    return rows, names
 
-    Collective. The rank that failed first answers the exchanges the others are still waiting in.
-    In passing ranks compare the names of their parts.
+
+def run_together(passes: Callable[[], Rows], reduction: Reduction) -> Rows:
+    """Run the passes; if one rank runs out of memory or has a ConfigError, fail on all. Collective.
+
+    A rank that failed first joins, with zeros, the exchanges that the others wait in. The ranks
+    also compare the names of their parts.
     """
     problem: LockstepError | None = None
     try:
-        result = work()
+        result = passes()
     except ConfigError as error:
         problem = error
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         problem = OutOfMemoryError(str(error).splitlines()[0], "lower batch_size")
-    # Outside of the handler: inside, the error still holds what filled the memory.
+    # Outside the handler, because the caught exception keeps tensors alive.
     if problem:
         reduction.model.zero_grad(set_to_none=True)
         reduction.take_part_with_zeros()
@@ -46,24 +54,24 @@ def fit_together(work: Callable[[], Rows], reduction: Reduction) -> Rows:
 
 
 def compare_names(names: list[str] | None, world: Collectives) -> bool:
-    """Say whether a rank has failed: one that has none passes None. Collective.
+    """Return whether a rank has failed, which passes None. Collective.
 
     Raises:
-        ConfigError: on all ranks: their losses have different parts. Numbers are added up by
-            place, so a part would be added to another one.
+        ConfigError: on all ranks, if their losses have different parts. Rows are added up by
+            column, so different parts would be added to each other.
     """
     label = 0 if names is None else zlib.crc32(repr(names).encode())
     failed, highest, lowest = world.all_max(int(names is None), label, -label)
     if not failed and highest != -lowest:
         own = ", ".join(names or []) or "none"
-        said = " and ".join(sorted(set(world.all_texts(own))))
+        listed = " and ".join(sorted(set(world.all_texts(own))))
         raise ConfigError(
-            f"ranks have different parts of the loss in one step: {said}",
-            "return the same parts on every rank, with a sum and a weight of 0 for nothing",
+            f"ranks have different parts of the loss in one step: {listed}",
+            "return the same parts on every rank, with sum 0 and weight 0 where one is empty",
         )
     return bool(failed)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Say whether memory was lacking, on a GPU or on the host."""
+    """Return whether an error means that memory ran out, on a GPU or on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_ALLOCATOR in str(error)

@@ -1,7 +1,7 @@
-"""What a loss returned, checked and laid out as one row of sums.
+"""Check the result of a loss and lay it out as one row of sums.
 
-Owns: taking a plain mean or a `PartialLoss`, and the layout of its row. Does not own: adding rows
-up (`reduction.py`).
+Owns: accepting a plain mean or a `PartialLoss`, and the layout of a row. Does not own: adding up
+rows (`reduction.py`).
 """
 
 import functools
@@ -18,10 +18,10 @@ from lockstep.task import PartialLoss
 def as_partial(
     result: PartialLoss | Tensor, micro_batch: MicroBatch, is_averaged: bool = False
 ) -> PartialLoss:
-    """Return the loss with its weight; a plain mean weighs as much as it has samples.
+    """Return the loss with its weight; the weight of a plain mean is its number of samples.
 
-    A borrowed micro-batch keeps its graph, so that its rank meets the others in
-    the reduce, and counts for nothing.
+    A padding micro-batch gets weight 0 but keeps its graph, so that its rank takes part in the
+    gradient exchange.
     """
     if isinstance(result, Tensor):
         num_samples = 1 if is_averaged else len(micro_batch.ids)
@@ -33,22 +33,22 @@ def as_partial(
 
 
 def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
-    """Return the names of a loss's parts; those of the micro-batch `before` must be the same.
+    """Return the names of a loss's parts, which must be those of the micro-batch `before`.
 
     Raises:
-        ConfigError: they are not, and could not be added up; or it is no loss.
+        ConfigError: the names differ, so rows cannot be added up; or `part` is not a loss.
     """
     loss: Any = getattr(part, "loss_sum", part)
     is_real = isinstance(loss, Tensor) and not loss.is_complex()
     if not is_real or loss.numel() != 1 or not loss.requires_grad:
         problem = f"the loss of a micro-batch is {loss!r:.80}, not one number with a gradient"
         raise ConfigError(
-            problem, "return a mean or a PartialLoss; where nothing counts, 0 * output.sum()"
+            problem, "return a mean or a PartialLoss; if nothing counts, 0 * output.sum()"
         )
     names = sorted(part.parts)
     if before is not None and names != before:
-        said = " and ".join(", ".join(one) or "none" for one in (before, names))
-        problem = f"two micro-batches of a step have different parts of the loss: {said}"
+        listed = " and ".join(", ".join(one) or "none" for one in (before, names))
+        problem = f"two micro-batches of a step have different parts of the loss: {listed}"
         raise ConfigError(
             problem, "return the same parts for each, with sum 0 and weight 0 where one is empty"
         )
@@ -56,7 +56,7 @@ def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
 
 
 def row_of(part: PartialLoss, names: list[str]) -> Tensor:
-    """Lay out sums and weights as one row: loss, weight, then each part's pair, by name."""
+    """Return one row: loss, weight, then the sum and weight of each part, in order of `names`."""
     pairs = [(part.loss_sum, part.weight), *(part.parts[name] for name in names)]
     return torch.stack([number(n, part.loss_sum.device) for pair in pairs for n in pair])
 
@@ -70,8 +70,8 @@ def number(value: Tensor | float, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def constant(value: float, device: torch.device) -> Tensor:
-    """Return a plain number as a tensor; do not change it.
+    """Return a number as a tensor that must not be changed.
 
-    Most are the size of a batch: kept, they are copied to a GPU once, and not in every step.
+    Most numbers are the size of a batch. The cache saves a copy to the GPU in every step.
     """
     return torch.full((), value, dtype=torch.float64, device=device)

@@ -1,7 +1,7 @@
-"""How the gradients and sums of one step become those of all ranks.
+"""Reduce the gradients and sums of one step over all ranks.
 
-Owns: one class for each way a model lies on ranks: on a single rank, replicated, sharded, or in
-exact mode. Does not own: the passes that make gradients, nor the update that uses them.
+Owns: one class for each kind of model: on a single rank, replicated, sharded, or in exact mode.
+Does not own: the passes that compute gradients, or the update that uses them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,18 @@ from torch.optim import Optimizer
 
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.dist.collectives import Collectives
-from lockstep.dist.ddp import Replica, replica_of
+from lockstep.dist.ddp import Replica, replica_of, unwrap
 from lockstep.dist.fsdp import is_sharded, local_rows, sums_and_norm
 from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import ConfigError
+from lockstep.exact.contrastive import GatheredRows, LeafLoss, gather_rows
 from lockstep.exact.reducer import ExactReducer
 
 
 class Reduction:
-    """One rank alone: its gradients and sums are those of the step."""
+    """A single rank, whose gradients and sums are those of the step."""
+
+    is_exact = False
 
     def __init__(self, model: nn.Module, world: Collectives) -> None:
         self.model = model
@@ -32,30 +35,34 @@ class Reduction:
 
     @property
     def trained(self) -> TrainedParameters | None:
-        """The parameters whose gradients are reduced, if their number is fixed beforehand."""
+        """The parameters whose gradients are reduced, if they are fixed before the step."""
         return None
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer of tensors that are not reduced over ranks."""
+        """Refuse an optimizer with tensors that are not reduced over ranks."""
 
     def start(self, batch: StepBatch) -> None:
         """Begin a step."""
 
+    def gather_rows(self, leaf_loss: LeafLoss, batch: StepBatch) -> list[GatheredRows]:
+        """Return exact mode's rows for a loss that compares samples of all ranks. Collective."""
+        return []
+
     def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> AbstractContextManager[object]:
-        """Return the block in which a micro-batch makes its gradients."""
+        """Return the block for the forward and backward pass of a micro-batch."""
         return nullcontext()
 
     def check(self) -> None:
-        """Refuse passes that left gradients out of the reduction.
+        """Refuse passes after which some gradients were not reduced.
 
         Raises:
-            ConfigError: ranks would each take a step of their own.
+            ConfigError: each rank would take a different step.
         """
         if self.world.size > 1:
             raise ConfigError(
                 f"the model is not replicated: each of the {self.world.size} ranks would train "
                 "its own",
-                "call model = world.replicate(model) before the loop, and train what it returns",
+                "call model = world.replicate(model) before the loop, and train that model",
             )
 
     def take_part_with_zeros(self) -> None:
@@ -88,8 +95,8 @@ class Reduction:
     ) -> tuple[Tensor, Tensor]:
         """Return the rows of all micro-batches, summed, and the norm of the gradient. Collective.
 
-        One collective carries every sum: a second one would be a second place where a rank that
-        took a different branch keeps the others waiting.
+        All sums go through one collective. With a second one, a rank in another branch could
+        keep the others waiting in a second place.
         """
         return self.world.all_sum(_added_up(rows)), get_total_norm(grads)
 
@@ -98,7 +105,7 @@ class Reduction:
         return self.world.all_sum(torch.stack(tuple(rows)).sum(dim=0))
 
     def end(self) -> None:
-        """Note that the update is done."""
+        """End the step, after the update."""
 
 
 class ReplicatedReduction(Reduction):
@@ -116,7 +123,7 @@ class ReplicatedReduction(Reduction):
         self.model.check_optimizer(optimizer)
 
     def start(self, batch: StepBatch) -> None:
-        """Count the buckets sent from here on."""
+        """Start to count the buckets of this step."""
         self.model.begin_exchanges()
 
     def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> AbstractContextManager[object]:
@@ -128,8 +135,8 @@ class ReplicatedReduction(Reduction):
         self.model.check_exchanged()
 
     def take_part_with_zeros(self) -> None:
-        """Send zeros for every bucket that is left."""
-        self.model.answer_exchanges()
+        """Send zeros for every remaining bucket."""
+        self.model.send_remaining_zeros()
 
     def end(self) -> None:
         """Stop timing this rank's own work."""
@@ -149,12 +156,14 @@ class ShardedReduction(Reduction):
     def sums_and_norm(
         self, rows: Sequence[Tensor], grads: list[Tensor], batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
-        """Add the squares of all ranks' rows to the sums that travel anyway."""
+        """Sum the squares of all ranks' rows in the same collective."""
         return sums_and_norm(_added_up(rows), grads, self.world)
 
 
 class ExactReduction(Reduction):
-    """Exact mode: everything is added along one tree, for any number of ranks."""
+    """Exact mode: everything is added along one tree, the same for any number of ranks."""
+
+    is_exact = True
 
     def __init__(self, model: nn.Module, world: Collectives, exact_reducer: ExactReducer) -> None:
         super().__init__(model, world)
@@ -179,9 +188,15 @@ class ExactReduction(Reduction):
             self.replica.start(batch)
         self.exact_reducer.begin(batch.num_leaves)
 
+    def gather_rows(self, leaf_loss: LeafLoss, batch: StepBatch) -> list[GatheredRows]:
+        """Compute the rows of all ranks beforehand, one micro-batch at a time."""
+        if not self.exact_reducer.gathers:
+            return []
+        return gather_rows(leaf_loss, unwrap(self.model), batch, self.world)
+
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Iterator[None]:
-        """Keep the micro-batch's gradients and running statistics apart."""
+        """Keep each micro-batch's gradients and running statistics separate."""
         local = self.replica.micro_batch(micro_batch, is_last) if self.replica else nullcontext()
         with local, self.exact_reducer.leaf(micro_batch, is_last):
             yield
@@ -194,7 +209,7 @@ class ExactReduction(Reduction):
             super().check()
 
     def take_part_with_zeros(self) -> None:
-        """Send zeros for every bucket that is left."""
+        """Send zeros for every remaining bucket."""
         if self.replica:
             self.replica.take_part_with_zeros()
 
@@ -206,7 +221,7 @@ class ExactReduction(Reduction):
     def sums_and_norm(
         self, rows: Sequence[Tensor], grads: list[Tensor], batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
-        """Sum the rows along the tree too."""
+        """Sum the rows along the tree."""
         return self.total(rows, batch), get_total_norm(grads)
 
     def total(self, rows: Sequence[Tensor], batch: StepBatch) -> Tensor:
@@ -222,7 +237,7 @@ class ExactReduction(Reduction):
 def choose_reduction(
     model: nn.Module, world: Collectives, exact_reducer: ExactReducer | None = None
 ) -> Reduction:
-    """Return how `model`, as it was replicated or sharded, is reduced over ranks."""
+    """Return the reduction for `model`, depending on how it was replicated or sharded."""
     if exact_reducer:
         return ExactReduction(model, world, exact_reducer)
     if (replica := replica_of(model)) is not None:

@@ -1,6 +1,6 @@
-"""What a step reports: sums over its micro-batches, reduced over ranks.
+"""The report of a step: sums over its micro-batches, reduced over ranks.
 
-Owns: the record. Does not own: adding up steps (`run/progress.py`).
+Owns: the data class. Does not own: adding up steps (`run/progress.py`).
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What happened, reduced over ranks and still on the device: reading a field costs a sync."""
+    """The numbers of a step, reduced over ranks and on the device: reading one costs a sync."""
 
     sums: Tensor
-    """Loss, weight, then each part's pair, by name."""
+    """Loss, weight, then the sum and weight of each part."""
     names: list[str]
-    """Of the parts."""
+    """The names of the parts."""
     grad_norm: Tensor
     local_rows: list[Tensor]
-    """What `sums` is the sum of: a row for each of this rank's micro-batches."""
+    """The rows of this rank's micro-batches; `sums` is the sum of all ranks' rows."""
 
     @property
     def loss_sum(self) -> Tensor:
@@ -44,8 +44,8 @@ class StepReport:
 
     @property
     def finite(self) -> Tensor:
-        """Say whether the step counts: finite loss and gradient, and no negative weight.
+        """Return whether the step counts: finite loss and gradient, and no negative weight.
 
-        The same on every rank, because all of them are reduced.
+        It is the same on every rank, because all numbers are reduced.
         """
         return torch.isfinite(self.loss_sum + self.grad_norm)

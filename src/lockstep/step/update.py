@@ -1,7 +1,7 @@
-"""Move the weights along reduced gradients, unless the step is not finite.
+"""Update the weights with reduced gradients, unless the step is non-finite.
 
-Owns: one class for each way to find out: on the host, on the GPU, or by a gradient scaler. Does
-not own: the gradients, nor what a run does about a skipped step (`run/skipped_steps.py`).
+Owns: one class for each way to check: on the host, on the GPU, or by a gradient scaler. Does not
+own: the gradients, or how a run reacts to a skipped step (`run/skipped_steps.py`).
 """
 
 import torch
@@ -10,33 +10,41 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
 from lockstep.step.report import StepReport
-from lockstep.torch_compat.private import foreach, overflow_flags, reads_flag, step_unless
+from lockstep.torch_compat.private import (
+    check_scaler,
+    foreach,
+    overflow_flags,
+    reads_flag,
+    step_unless,
+)
 
 
 class Update:
-    """Looks at the reduced loss and gradient on the host before the optimizer steps.
+    """Checks the reduced loss and gradient on the host before the optimizer steps.
 
     Args:
-        flag: From `new_non_finite_flag`. It is 1 from the first non-finite step on, and from then
-            on no step changes the weights.
+        flag: From `new_non_finite_flag`. A non-finite step sets it to 1, and the next step to 0
+            again unless it is sticky: then no later step changes the weights.
     """
 
-    def __init__(self, flag: Tensor) -> None:
+    def __init__(self, flag: Tensor, is_sticky: bool) -> None:
         self.flag = flag
+        self.is_sticky = is_sticky
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return what to call `backward` on."""
+        """Return the tensor to call `backward` on."""
         return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Take back what `scale` did to the gradients."""
+        """Undo the effect of `scale` on the gradients."""
 
     def apply(
         self, optimizer: Optimizer, grads: list[Tensor], divisor: Tensor, report: StepReport
     ) -> None:
-        """Divide the gradients by `divisor` and step; leave the weights of a non-finite step."""
+        """Divide the gradients by `divisor` and step; a non-finite step changes no weight."""
         divide(grads, divisor)
-        self.flag.copy_(torch.maximum(self.flag, report.finite.logical_not()))
+        non_finite = report.finite.logical_not()
+        self.flag.copy_(torch.maximum(self.flag, non_finite) if self.is_sticky else non_finite)
         self.step(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
@@ -46,10 +54,10 @@ class Update:
 
 
 class GatedUpdate(Update):
-    """Lets the GPU look at the flag, so that the host need not wait for it."""
+    """Checks the flag on the GPU, so that the host need not wait for it."""
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step; torch's fused optimizers leave the weights as they are if `found_inf` is 1."""
+        """Step; torch's fused optimizers do not change the weights if `found_inf` is 1."""
         step_unless(self.flag, optimizer)
 
 
@@ -57,7 +65,8 @@ class ScaledUpdate(Update):
     """Scales the loss for fp16; a step that overflows is skipped and the scale lowered."""
 
     def __init__(self, scaler: GradScaler, flag: Tensor) -> None:
-        super().__init__(flag)
+        super().__init__(flag, is_sticky=False)
+        check_scaler(scaler)
         self.scaler = scaler
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -73,7 +82,7 @@ class ScaledUpdate(Update):
     ) -> None:
         """Divide, and let the scaler call `optimizer.step()`."""
         divide(grads, divisor)
-        # The scaler looked at the gradients before they were divided by what may be NaN.
+        # The scaler checked the gradients before they were divided, and the divisor may be NaN.
         for found in overflow_flags(self.scaler, optimizer):
             found.copy_(torch.maximum(found, divisor.isnan()))
         self.scaler.step(optimizer)
@@ -83,21 +92,22 @@ class ScaledUpdate(Update):
 def choose_update(
     optimizer: Optimizer, device: torch.device, scaler: GradScaler | None, flag: Tensor | None
 ) -> Update:
-    """Return how this optimizer learns that a step is not finite."""
+    """Return how to check for a non-finite step with this optimizer; a given flag is sticky."""
+    is_sticky = flag is not None
     flag = new_non_finite_flag(device) if flag is None else flag
     if scaler:
         return ScaledUpdate(scaler, flag)
     is_gated = device.type == "cuda" and reads_flag(optimizer)
-    return GatedUpdate(flag) if is_gated else Update(flag)
+    return (GatedUpdate if is_gated else Update)(flag, is_sticky)
 
 
 def new_non_finite_flag(device: torch.device) -> Tensor:
-    """Return the sticky flag that `train_step` takes: 0, and 1 after the first non-finite step."""
+    """Return a flag for `train_step`: 0, and 1 after the first non-finite step."""
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def divide(grads: list[Tensor], divisor: Tensor) -> None:
-    """Divide all gradients in place; half precision would not hold the divisor."""
+    """Divide all gradients in place, by a float32 number: half precision may not hold it."""
     kind = torch.promote_types(grads[0].dtype.to_real(), torch.float32)
     foreach("div_")(grads, divisor.to(kind))
 
@@ -105,8 +115,8 @@ def divide(grads: list[Tensor], divisor: Tensor) -> None:
 def init_momentum(optimizer: Optimizer) -> None:
     """Give the parameters of a fused SGD a momentum of 0 before their first step.
 
-    Were that step skipped on the device, torch would continue with whatever lay in memory; and
-    it does not take parameters with a momentum and, unfrozen later, without one in one group.
+    If that step is skipped on the device, torch would use uninitialised memory in the next one.
+    It also refuses a group in which only some parameters have a momentum, as after unfreezing.
     """
     if not isinstance(optimizer, SGD):
         return

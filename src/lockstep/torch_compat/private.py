@@ -1,13 +1,15 @@
-"""Private names of torch, and public ones that not every version has.
+"""Private names of torch and Python, and public ones that not every version has.
 
 Owns: every such name, and what happens if the torch in use does not have it: the slower way, or
 an error that says the name and the version. Does not own: the words of torch's errors
 (`error_texts.py`). `docs/versions.md` lists the names, and on which versions the tests ran.
 """
 
+import atexit
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,6 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
 from lockstep.torch_compat.error_texts import WITHOUT_GRADIENT
-
-COMPILER = "torch._dynamo"
-"""The module that takes torch over a second to import, once something is compiled."""
 
 
 def needed(owner: Any, path: str, use: str) -> Any:
@@ -65,15 +64,26 @@ def _one_by_one(operation: str) -> Callable[..., Any]:
     return loop
 
 
+def check_write_counter(tensors: Any = Tensor) -> None:
+    """Refuse, before training, a torch with which `num_writes` could not work."""
+    needed(tensors, "_version", "to see which buffers a step changes")
+
+
 def num_writes(tensor: Tensor) -> int:
     """Return how often a tensor was written to in place, as autograd counts; -1 if nobody does.
 
     Nobody counts for a tensor that was made in inference mode.
     """
-    if tensor.is_inference():
-        return -1
-    needed(Tensor, "_version", "to see which buffers a step changes")
-    return tensor._version
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def aten_operator(name: str) -> Any:
+    """Return an operator of torch's library, or None: not every build has every one."""
+    return getattr(torch.ops.aten, name, None)
+
+
+ATTENTION_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+"""The operator of torch's fused attention on a CPU; its backward pass has `_backward` after it."""
 
 
 # --- Modules ---------------------------------------------------------------------------------
@@ -152,6 +162,15 @@ def send_zeros(model: DistributedDataParallel, num_sent: int) -> None:
         model.reducer._run_comm_hook(bucket).wait()
 
 
+def assign_buckets(parameters: list[Tensor], limits_bytes: list[int]) -> list[list[int]]:
+    """Return the indices of the parameters in each bucket that DDP would make of them, in order."""
+    path = "distributed._compute_bucket_assignment_by_size"
+    assign = needed(torch, path, "to forecast how gradients travel")
+    num = len(parameters)
+    buckets, _ = assign(parameters, limits_bytes, [False] * num, list(range(num)))
+    return [list(indices) for indices in buckets]
+
+
 def without_gradient(model: DistributedDataParallel) -> list[int]:
     """Return which trained parameters the last backward pass left without a gradient.
 
@@ -187,10 +206,57 @@ def step_unless(flag: Tensor, optimizer: Optimizer) -> None:
     gated.found_inf = None
 
 
+def check_scaler(scaler: GradScaler) -> None:
+    """Refuse, before training, a torch with which `overflow_flags` could not work."""
+    needed(scaler, "_found_inf_per_device", "to skip a step in fp16: train in bf16 or fp32")
+
+
 def overflow_flags(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
     """Return the flags, one on each device, by which a scaler skips a step that overflowed."""
-    flags = needed(scaler, "_found_inf_per_device", "to skip a step in fp16: train in bf16 or fp32")
-    return list(flags(optimizer).values())
+    return list(scaler._found_inf_per_device(optimizer).values())
+
+
+# --- Data loading ----------------------------------------------------------------------------
+
+
+def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
+    """Have `torch.utils.data.get_worker_info` describe this process, a loader worker of ours.
+
+    Only torch's own loader can say this publicly. If this torch keeps it elsewhere, a data set is
+    told what it is told in the training process: that there is no worker.
+    """
+    from torch.utils.data._utils import worker
+
+    if hasattr(worker, "WorkerInfo") and hasattr(worker, "_worker_info"):
+        worker._worker_info = worker.WorkerInfo(
+            id=number, num_workers=num_workers, seed=seed, dataset=dataset
+        )
+
+
+# --- Processes -------------------------------------------------------------------------------
+
+
+def started_processes(agent: Any) -> tuple[list[Any], list[Path]]:
+    """Return the processes of an elastic agent's ranks, and the folder of each, by local rank."""
+    context = needed(agent, "_pcontext", "to watch the ranks of a launch")
+    processes = needed(context, "_pc.processes", "to watch the ranks of a launch")
+    return processes, [Path(file).parent for _, file in sorted(context.error_files.items())]
+
+
+def num_restarts_left(agent: Any) -> int:
+    """Return how often an elastic agent may start its ranks again."""
+    return int(needed(agent, "_remaining_restarts", "to start ranks again"))
+
+
+def rule_out_restarts(agent: Any) -> None:
+    """Have an elastic agent not start its ranks again, whatever it was told before."""
+    if num_restarts_left(agent):
+        agent._remaining_restarts = 0
+
+
+def run_exit_functions() -> None:
+    """Run what was registered with `atexit`: Python leaves it out in a forked process."""
+    needed(atexit, "_run_exitfuncs", "to run exit functions in forked ranks")()
 
 
 # --- Compiler --------------------------------------------------------------------------------
@@ -226,3 +292,39 @@ def known_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return those options of `torch.compile` that this torch knows; none if it does not tell."""
     listed = getattr(torch._inductor, "list_options", list)
     return {name: value for name, value in options.items() if name in listed()}
+
+
+# --- Profiler and counter of operations ------------------------------------------------------
+
+
+def ran_on_gpu(event: Any) -> bool:
+    """Say whether an event of torch's profiler is from the GPU's own timeline.
+
+    Raises:
+        ConfigError: this torch does not tell.
+    """
+    kinds = needed(torch.autograd, "DeviceType", "to tell kernels from what the host does")
+    return bool(event.device_type == kinds.CUDA)
+
+
+def operation_counter(formulas: dict[Any, Any], note_uncounted: Callable[[str], None]) -> Any:
+    """Return torch's `FlopCounterMode`, which then also names the operators it has no formula for.
+
+    Args:
+        formulas: More formulas, by operator.
+        note_uncounted: Called with the name of each operator that has none.
+
+    Raises:
+        ConfigError: this torch has no place to look at every operator.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    needed(FlopCounterMode, "_count_flops", "to name operators that are not counted")
+
+    class Counter(FlopCounterMode):
+        def _count_flops(self, operator: Any, out: Any, args: Any, kwargs: Any) -> Any:
+            if operator not in self.flop_registry:
+                note_uncounted(str(operator))
+            return super()._count_flops(operator, out, args, kwargs)  # type: ignore[no-untyped-call]
+
+    return Counter(display=False, custom_mapping=formulas)

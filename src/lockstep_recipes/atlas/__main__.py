@@ -1,4 +1,4 @@
-"""`python -m lockstep_recipes.atlas`: what `lockstep run atlas` starts on a rank."""
+"""`python -m lockstep_recipes.atlas`: started by `lockstep run atlas` on every rank."""
 
 import sys
 

@@ -156,7 +156,8 @@ def _robots(source: Path) -> Iterator[Recording]:
             folder = source / meta["dir"]
             with (folder / "data.npz").open("rb") as file, np.load(file) as data:
                 frames = data["frame_index"].tolist()
-                actions, states = data["action"][frames], data["state"][frames]
+                actions = data["action"][frames]
+                states = data["state"][frames]
             names = {("workspace" if not i else name): name for i, name in enumerate(meta["views"])}
         except (OSError, EOFError, ValueError, LookupError, TypeError, BadZipFile) as error:
             raise DataError(

@@ -1,6 +1,6 @@
 """The settings file and flags of the atlas recipe, and their translation to a run config.
 
-Owns: the keys outside the sections model, data and loss, and what each means to the loop.
+Owns: the keys outside the sections model, data and loss, and their translation to a run config.
 Does not own: reading YAML. Every key has a default: the guide's own example sets only five.
 """
 

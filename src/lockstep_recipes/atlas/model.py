@@ -208,7 +208,7 @@ def _transformers(folder: str) -> Any:
 class PointNet(nn.Module):
     """One vector from a set of points: (B, 3, N) to (B, 256).
 
-    It uses group normalisation in place of batch normalisation: batches are small, and a
+    It uses group normalisation instead of batch normalisation: batches are small, and a
     sample's features must not depend on the other samples on its GPU.
     """
 

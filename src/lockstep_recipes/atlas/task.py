@@ -226,8 +226,10 @@ class AtlasTask(Task):
 
     def _predict(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return standardised actions (B, A) in float32; a gripper's column is a logit."""
-        data, num = self.config.data, self.config.model.num_pose
-        last, known = self._last(batch), self.statistics
+        data = self.config.data
+        num = self.config.model.num_pose
+        last = self._last(batch)
+        known = self.statistics
         own = [last.flatten(1)] if data.use_last_action else []
         if data.use_state:
             mean = beside(known.state_mean, last)
@@ -250,7 +252,8 @@ class AtlasTask(Task):
 
     def _standardised(self, actions: Tensor) -> Tensor:
         """Return poses in standard deviations, and grippers between 0 and 1."""
-        num, known = self.config.model.num_pose, self.statistics
+        num = self.config.model.num_pose
+        known = self.statistics
         pose = actions[..., :num]
         if self.config.data.normalize_actions:
             pose = (pose - beside(known.mean, pose)[:num]) / beside(known.std, pose)[:num]
@@ -260,7 +263,8 @@ class AtlasTask(Task):
 
     def _recorded(self, predicted: Tensor) -> Tensor:
         """Return predictions in the units of the recorded actions."""
-        num, known = self.config.model.num_pose, self.statistics
+        num = self.config.model.num_pose
+        known = self.statistics
         pose = predicted[:, :num]
         if self.config.data.normalize_actions:
             pose = pose * beside(known.std, pose)[:num] + beside(known.mean, pose)[:num]

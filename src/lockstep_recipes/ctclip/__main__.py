@@ -1,4 +1,4 @@
-"""`python -m lockstep_recipes.ctclip`: what `lockstep run ctclip` starts on a rank."""
+"""`python -m lockstep_recipes.ctclip`: started by `lockstep run ctclip` on every rank."""
 
 import sys
 

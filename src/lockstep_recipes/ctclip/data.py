@@ -230,7 +230,7 @@ def read_labels(path: Path) -> dict[str, dict[str, float]]:
 
 def _open_shards(folder: Path) -> list[Entry]:
     """List the samples of tar shards from their headers; voxels are read on demand."""
-    said = _parsed(folder / "manifest.json", (folder / "manifest.json").read_bytes())
+    manifest = _parsed(folder / "manifest.json", (folder / "manifest.json").read_bytes())
     samples: dict[str, dict[str, tuple[Path, int, int]]] = {}
     for shard in sorted(folder.glob("*.tar")):
         try:
@@ -243,13 +243,13 @@ def _open_shards(folder: Path) -> list[Entry]:
         except (OSError, tarfile.TarError) as error:
             problem = f"{shard} is not a readable tar file: {error}"
             raise DataError(problem, "download it again") from error
-    total = said.get("total_samples")
+    total = manifest.get("total_samples")
     if total != len(samples):
         raise DataError(
             f"{folder}/manifest.json says total_samples {total}, its shards hold {len(samples)}",
             "add the missing shards, or correct total_samples",
         )
-    shape = tuple(said.get("shape", SHARD_SHAPE))
+    shape = tuple(manifest.get("shape", SHARD_SHAPE))
     return [_shard_entry(name, parts, shape) for name, parts in samples.items()]
 
 
@@ -287,10 +287,10 @@ def _shard_entry(name: str, parts: dict[str, tuple[Path, int, int]], shape: Any)
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        said = parse_json(text)
+        values = parse_json(text)
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}", "write the file again") from error
-    return said if isinstance(said, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 class VolumeData:
@@ -339,8 +339,8 @@ class VolumeData:
             voxels: Path | Span = e.path
             if e.offset is not None:
                 voxels = (e.path, e.offset, e.offset + 2 * int(np.prod(e.shape)))
-            said = (e.path.name, e.report, sorted(e.findings.items()), e.spacing, e.slope)
-            found.append((repr((*said, e.intercept)), [voxels]))
+            facts = (e.path.name, e.report, sorted(e.findings.items()), e.spacing, e.slope)
+            found.append((repr((*facts, e.intercept)), [voxels]))
         return file_prints(found)
 
 

@@ -55,8 +55,8 @@ def build(argv: Sequence[str]) -> Callable[[], RunResult]:
     """Turn the command line into a function that runs the training."""
     args = flags().read(argv)
     values = merged(read_settings(args.config), overrides(args.set))
-    said = {"resume": args.resume, "accept_changes": args.accept_changes}
-    values |= {key: value for key, value in said.items() if value is not None}
+    given = {"resume": args.resume, "accept_changes": args.accept_changes}
+    values |= {key: value for key, value in given.items() if value is not None}
     config = CTClipConfig.parse(values)
     if not is_rehearsal():
         return partial(run, config)

@@ -33,7 +33,7 @@ def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> tuple[Any, World
     """Return the Accelerator and the World of this process. Collective.
 
     On a machine without GPUs, Accelerate would silently let every process train alone, so it
-    is told to use CPUs; then it forms one group.
+    is set to use CPUs; then it forms one group.
 
     Raises:
         LaunchError: if Accelerate is missing, or its group does not match the launched processes.
@@ -140,11 +140,11 @@ def check_file(path: Path, num_processes: int | None = None) -> str:
         )
     precision = values.get("mixed_precision", "no")
     if precision not in ("no", "fp16", "bf16"):
-        bare = (
+        unquoted = (
             "an unquoted no, which YAML reads as false" if precision is False else shown(precision)
         )
         raise ConfigError(
-            f"{shown(path)}: mixed_precision is {bare}", "write mixed_precision: 'no'"
+            f"{shown(path)}: mixed_precision is {unquoted}", "write mixed_precision: 'no'"
         )
     machines = values.get("num_machines", 1)
     asked = values.get("num_processes")

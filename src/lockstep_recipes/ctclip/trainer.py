@@ -38,9 +38,9 @@ def run(config: CTClipConfig, task: CTClipTask | None = None) -> RunResult:
         task = task or CTClipTask(config)
         run = prepare(task, config.run_config(precision), world, stack)
         check_same("findings", " ".join(task.findings), world)
-        said = {"fp32": "no"}.get(run.config.precision, run.config.precision)
-        lines = [*banner(accelerator, world), f"Mixed precision: {said}"]
-        trainer = Trainer(run, signals, stack, also_say=lines)
+        precision = {"fp32": "no"}.get(run.config.precision, run.config.precision)
+        lines = [*banner(accelerator, world), f"Mixed precision: {precision}"]
+        trainer = Trainer(run, signals, stack, extra_lines=lines)
         if config.logging.profile_timing:
             trainer.events.listeners.append(timing(trainer.events))
         loader = run.loader

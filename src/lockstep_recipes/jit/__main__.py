@@ -1,4 +1,4 @@
-"""`python -m lockstep_recipes.jit`: what `lockstep run jit` starts on every rank."""
+"""`python -m lockstep_recipes.jit`: started by `lockstep run jit` on every rank."""
 
 import sys
 

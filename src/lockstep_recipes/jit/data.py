@@ -264,7 +264,7 @@ class ImageFolder:
         return str(self.listing.root / self.listing.names[index])
 
     def fingerprint(self) -> list[str]:
-        """Return what changes with each sample."""
+        """Return a text per sample that changes with its file."""
         return self.listing.fingerprint()
 
 
@@ -288,7 +288,7 @@ class TextFolder:
         return str(self.listing.root / self.listing.names[index])
 
     def fingerprint(self) -> list[str]:
-        """Return what changes with each sample."""
+        """Return a text per sample that changes with its file."""
         return self.listing.fingerprint()
 
 

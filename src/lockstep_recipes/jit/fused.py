@@ -171,7 +171,8 @@ def swiglu_backward(dh: Tensor, gv: Tensor) -> tuple[Tensor, Tensor]:
     B, S, H = dh.shape
     dgv = torch.empty_like(gv)
     chunk, rows, cols, num_warps = SWIGLU_BACKWARD
-    tiles, chunks = cdiv(H, cols), cdiv(B * S, chunk)
+    tiles = cdiv(H, cols)
+    chunks = cdiv(B * S, chunk)
     partial = gv.new_empty(1, chunks, 2 * H, dtype=torch.float32)
     wrap_triton(swiglu_backward_kernel)[(chunks * tiles,)](
         dh, gv, dgv, partial, B * S, tiles,
@@ -235,7 +236,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of qkv, of its bias (with 2W more), and of both norm weights (2, D)."""
     B, S, W, A = out.shape[0], int(out.shape[1]), out.shape[2], lse.shape[1]
-    dqkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
+    dqkv = torch.empty_like(qkv)
+    delta = torch.empty_like(lse)
     tiles = B * cdiv(S, QUERIES_BACKWARD[0])
     partial = qkv.new_empty(1, tiles, 5 * W, dtype=torch.float32)
     launch_attention(
@@ -286,7 +288,8 @@ if HAS_TRITON:
 def chunks_of(S: int, W: int, tile: tuple[int, int]) -> tuple[int, int, int, int]:
     """Split S tokens into equal chunks: return their number, length, row block and warps."""
     longest, columns = tile
-    chunks, block = cdiv(S, longest), power_of_2(W)
+    chunks = cdiv(S, longest)
+    block = power_of_2(W)
     return chunks, cdiv(S, chunks), block, min(16, max(1, block // columns))
 
 
@@ -319,7 +322,8 @@ def undo_norm(
 def norm(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the modulated norm of x (B, S, W), 1 / root mean square (B, S), a token for x."""
     B, S, W = x.shape
-    out, rstd = torch.empty_like(x, dtype=shift.dtype), x.new_empty(B, S, dtype=torch.float32)
+    out = torch.empty_like(x, dtype=shift.dtype)
+    rstd = x.new_empty(B, S, dtype=torch.float32)
     chunks, chunk, block, num_warps = chunks_of(S, W, NORM)
     wrap_triton(norm_kernel)[(B * chunks,)](
         x, x, shift, weight, shift, scale, out, out, rstd, S, chunks, chunk,
@@ -366,7 +370,8 @@ def gated_norm(
     the layer that computed `branch`.
     """
     B, S, W = x.shape
-    x_new, out = torch.empty_like(x), torch.empty_like(x, dtype=shift.dtype)
+    x_new = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=shift.dtype)
     rstd = x.new_empty(B, S, dtype=torch.float32)
     chunks, chunk, block, num_warps = chunks_of(S, W, NORM)
     wrap_triton(norm_kernel)[(B * chunks,)](
@@ -383,7 +388,8 @@ def gated_norm_backward(
     weight: Tensor, scale: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dx, dbranch, (shift, scale, gate) per image (3, B, W), (weight, bias) (2, W)."""
-    dx, dbranch = torch.empty_like(x_new), torch.empty_like(branch)
+    dx = torch.empty_like(x_new)
+    dbranch = torch.empty_like(branch)
     sums = undo_norm(
         d_out, d_new, x_new, rstd, branch, gate, weight, scale, dx, dbranch, True, True
     )
@@ -402,7 +408,8 @@ def _back_gated_norm(
     dx, dbranch, (d_shift, d_scale, d_gate), (dw, dbias) = gated_norm_backward(
         d_new.contiguous(), d_out.contiguous(), *saved
     )
-    dw, dbias = dw.to(saved[4].dtype), dbias.to(bias.dtype)
+    dw = dw.to(saved[4].dtype)
+    dbias = dbias.to(bias.dtype)
     return None, dx, dbranch, d_gate, dbias, dw, d_shift, d_scale
 
 
@@ -476,7 +483,8 @@ def run_blocks(
         feed = block.mlp
         modulation = F.linear(condition, weights[0], biases[0])
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.chunk(6, 1)
-        first, second = block.attention_norm.weight, block.mlp_norm.weight
+        first = block.attention_norm.weight
+        second = block.mlp_norm.weight
 
         if added is None:
             normed, _, skip = norm(x, first, shift_a, scale_a)
@@ -506,6 +514,7 @@ def mix(layer: "Attention", qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if not is_low or qkv.shape[1] > MOST_TOKENS or D not in (16, 32, 64, 128):
         nothing = (bias - bias.detach()).to(qkv.dtype)  # zero, but it leads to the bias's gradient
         return layer.mix(qkv + nothing, cos, sin)
-    q_weight, k_weight = layer.q_norm.weight, layer.k_norm.weight
+    q_weight = layer.q_norm.weight
+    k_weight = layer.k_norm.weight
     mixed: Tensor = attention(qkv, q_weight, k_weight, cos, sin, bias, layer.heads)[0]
     return mixed

@@ -366,7 +366,8 @@ class JiT(nn.Module):
         blocks = list(self.blocks)
         enter = self.variant.class_tokens_enter
         num_class_tokens = self.variant.class_tokens
-        cos, sin = self.cos[num_class_tokens:], self.sin[num_class_tokens:]
+        cos = self.cos[num_class_tokens:]
+        sin = self.sin[num_class_tokens:]
         x = self.run_blocks(blocks[:enter], x, condition, cos, sin)
         class_tokens = class_embedding[:, None] + self.class_positions  # (B, K, W)
         x = torch.cat([class_tokens.to(x.dtype), x], dim=1)
@@ -393,12 +394,14 @@ class JiT(nn.Module):
 
     def to_patches(self, image: Tensor) -> Tensor:
         """Split images (B, 3, H, H) into rows of patches (B, N, 3 P P)."""
-        side, patch = self.image_size // self.variant.patch, self.variant.patch
+        side = self.image_size // self.variant.patch
+        patch = self.variant.patch
         cut = image.reshape(-1, 3, side, patch, side, patch)
         return cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, side * side, 3 * patch * patch)
 
     def to_image(self, patches: Tensor) -> Tensor:
         """Undo `to_patches`."""
-        side, patch = self.image_size // self.variant.patch, self.variant.patch
+        side = self.image_size // self.variant.patch
+        patch = self.variant.patch
         cut = patches.reshape(-1, side, side, 3, patch, patch)
         return cut.permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, side * patch, side * patch)

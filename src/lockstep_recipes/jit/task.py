@@ -323,7 +323,8 @@ class JiTTask(Task):
         seed and the weights, not on the number of ranks. The picture shows equally many of
         each class; the measured samples have the classes of the images they are compared to.
         """
-        config, world = self.config, context.world
+        config = self.config
+        world = context.world
         made: dict[str, float | Path] = {}
         with evaluating(model):
             if config.grid:
@@ -350,7 +351,8 @@ class JiTTask(Task):
         self, model: nn.Module, context: Context, num: int, classes: Sequence[int] = ()
     ) -> Iterator[Tensor]:
         """Yield this rank's share of `num` samples, of `classes` (or all) in turn, as uint8."""
-        config, world = self.config, context.world
+        config = self.config
+        world = context.world
         classes = classes or range(max(1, self.num_classes))
         settings = evaluate.SamplerSettings(
             steps=config.sample_steps,

@@ -1,4 +1,4 @@
-"""`python -m lockstep_recipes.protein`: what `lockstep run protein` starts on every rank."""
+"""`python -m lockstep_recipes.protein`: started by `lockstep run protein` on every rank."""
 
 import sys
 

@@ -79,7 +79,7 @@ def flags() -> Flags:
     add("--sampler", choices=["plain", "adaptive"], default="adaptive", help=order)
     add("--num_designs", type=int, default=16, help="held-out chains to design at each evaluation")
     add("--save_dir", help="folder of the checkpoints (default: checkpoints)")
-    add("--output_dir", help="in place of --save_dir: the run folder")
+    add("--output_dir", help="the run folder, instead of --save_dir")
     unreadable = "what to do about an unreadable chain"
     add("--on_bad_sample", choices=["stop", "skip"], default="stop", help=unreadable)
     return parser

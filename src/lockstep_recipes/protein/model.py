@@ -198,7 +198,9 @@ class ProteinNet(nn.Module):
         slots = torch.arange(0, self.num_slots * each, each, device=tokens.device)
         seen = self.embed_token(tokens + slots).sum(dim=2)
         time = self.embed_time(sinusoids(level.to(seen.dtype), self.width))
-        nodes, edges, seen = backbone.nodes + seen, lowered(backbone.edges), lowered(seen)
+        nodes = backbone.nodes + seen
+        edges = lowered(backbone.edges)
+        seen = lowered(seen)
         for layer, film in zip(self.decoder, self.film, strict=True):
             now = Backbone(nodes, edges, backbone.neighbours, backbone.near)
             nodes, _ = layer(now, seen, film(time))

@@ -42,7 +42,7 @@ def flags() -> Flags:
     )
     add = parser.add_argument
     add("--pdb_dir", help="folder of .pdb, .ent, .cif files, also .gz")
-    add("--jsonl", help="in place of --pdb_dir: a file with one JSON chain per line")
+    add("--jsonl", help="a file with one JSON chain per line, instead of --pdb_dir")
     add("--splits", help="JSON file of chain names, listed under train, validation and test")
     add("--output_dir", default="data/cache")
     add("--num_workers", type=int, default=1)
@@ -100,14 +100,14 @@ def run(argv: Sequence[str]) -> str:
     for split, listed in lists.items():
         (folder / f"{split}.txt").write_text("\n".join([*listed, ""]))
     counts = ", ".join(f"{split} {len(listed)}" for split, listed in lists.items())
-    lines = [f"{folder}: {len(names)} chains ({counts}), {len(skipped)} left out"]
+    lines = [f"{folder}: {len(names)} chains ({counts}), {len(skipped)} skipped"]
     others = others_in(folder, set(names))
     if others:
         lines.append(
             f"  {len(others)} more from an earlier call are still there ({', '.join(others[:3])}): "
             "a run without lists reads them too; try: use another --output_dir, or remove them"
         )
-    return "\n".join([*lines, *(f"  left out: {reason}" for reason in skipped[:5])])
+    return "\n".join([*lines, *(f"  skipped: {reason}" for reason in skipped[:5])])
 
 
 def others_in(folder: Path, names: Collection[str]) -> list[str]:
@@ -217,8 +217,8 @@ def _read_line(line: str, where: str, wanted: Filter) -> Chain | DataError:
             residue_index=numbers[whole],
         )
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
-        said = f"{type(error).__name__}: {error}"
-        return DataError(f"{where} is not a chain with name, seq and coords ({said})", remedy)
+        cause = f"{type(error).__name__}: {error}"
+        return DataError(f"{where} is not a chain with name, seq and coords ({cause})", remedy)
     reason = wanted.reason_against(chain)
     return DataError(f"{where}: {chain.id} {reason}", remedy) if reason else chain
 

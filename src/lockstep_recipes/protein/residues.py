@@ -98,7 +98,7 @@ def periodic_chis() -> Tensor:
 
 @cache
 def turn_costs() -> Tensor:
-    """Return what staying, and half a turn, cost (21, 4, 2): nothing where it changes nothing."""
+    """Return the cost of each chi angle as it is, and half a turn away (21, 4, 2)."""
     costs = torch.where(periodic_chis(), 0.0, torch.inf)
     return torch.stack([torch.zeros_like(costs), costs], dim=-1)
 

@@ -93,8 +93,8 @@ def read_chains(path: Path, wanted: Filter = ANY) -> list[Chain]:
     try:
         structure = gemmi.read_structure(str(path))
     except (ValueError, RuntimeError, OSError, UnicodeDecodeError) as error:
-        said = " ".join(str(error).removeprefix(str(path)).split())
-        raise DataError(f"{path} is not a structure: {said}", remedy) from error
+        cause = " ".join(str(error).removeprefix(str(path)).split())
+        raise DataError(f"{path} is not a structure: {cause}", remedy) from error
     model: Iterable[gemmi.Chain] = structure[0] if len(structure) else []
     if not any(len(chain) for chain in model):
         raise DataError(f"{path} is not a structure: it has no ATOM record", remedy)

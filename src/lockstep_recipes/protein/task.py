@@ -238,7 +238,7 @@ class ProteinTask(Task):
             lines += ["✅ 使用预定义的数据集划分"]
         lines += [f"{split.folder}: {len(split.train)} chains, {len(split.held_out)} held out"]
         if split.skipped:
-            lines += [f"left out {len(split.skipped)}, the first because {split.skipped[0]}"]
+            lines += [f"skipped {len(split.skipped)}, the first because {split.skipped[0]}"]
         return lines
 
     # --- model --------------------------------------------------------------------------------
@@ -413,9 +413,9 @@ class ProteinTask(Task):
                 texts.append(fasta(chain, made))
         own = torch.tensor(rows, dtype=torch.float64).reshape(-1, 1)
         recoveries = world.all_gather(own.to(world.device)).flatten().cpu()
-        said = world.all_texts("".join(texts))
+        entries = world.all_texts("".join(texts))
         if world.is_first:
-            replace_text(folder, f"samples/step_{context.step:08d}.fasta", "".join(said))
+            replace_text(folder, f"samples/step_{context.step:08d}.fasta", "".join(entries))
         known = recoveries[recoveries.isfinite()]
         median = float(known.quantile(0.5)) if len(known) else math.nan
         return {**baselines, "design_recovery_median": median}

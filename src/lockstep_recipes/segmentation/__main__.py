@@ -1,4 +1,4 @@
-"""`python -m lockstep_recipes.segmentation`: what `lockstep run segmentation` starts on a rank."""
+"""`python -m lockstep_recipes.segmentation`, which `lockstep run segmentation` starts."""
 
 import sys
 

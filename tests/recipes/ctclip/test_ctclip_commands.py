@@ -43,7 +43,10 @@ def test_the_batch_script_refuses_a_file_that_says_something_else(folder: Path) 
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [("", "has no distributed_type"), ("distributed_type: MULTI_GPU\nmixed_precision: no", "bare")],
+    [
+        ("", "has no distributed_type"),
+        ("distributed_type: MULTI_GPU\nmixed_precision: no", "unquoted"),
+    ],
 )
 def test_the_script_refuses_a_bad_accelerate_file_in_one_line(folder, line, said) -> None:
     (folder / "accelerate_config_single_node.yaml").write_text(f"num_processes: 2\n{line}\n")

@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(command, data, tmp_path) -> N
     newest.write_bytes(content)
     ended = command(build, [*argv, "--max_steps", "3"])
     assert ended.code == 0, ended.err
-    assert "passed over" in ended.out
+    assert "skipped checkpoint" in ended.out
     assert "hash mismatch in model.safetensors" in ended.out
     assert "resumed at step 1" in ended.out
     for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):

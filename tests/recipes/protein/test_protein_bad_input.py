@@ -155,7 +155,7 @@ def test_bad_chains_are_skipped_alike_on_any_number_of_ranks(command, data, tmp_
     for ranks in (1, 2):
         ended = run(command, data, *argv, "--output_dir", f"run{ranks}", ranks=ranks)
         assert ended.code == 0, ended.err
-        assert "left out 2, the first because" in ended.out
+        assert "skipped 2, the first because" in ended.out
         assert "nowhere" in ended.out
         folder = tmp_path / f"run{ranks}"
         events = [event for rank in range(ranks) for event in read_events(folder, rank)]

@@ -107,7 +107,7 @@ def test_structures_become_a_cache_with_its_lists(tmp_path: Path) -> None:
     (folder / "broken.pdb").write_text("no structure")
     argv = ["--pdb_dir", str(folder), "--output_dir", str(tmp_path / "cache")]
     said = preprocess.run(argv)
-    assert "10 chains (train 8, val 1, test 1), 1 left out" in said
+    assert "10 chains (train 8, val 1, test 1), 1 skipped" in said
     assert "broken.pdb is not a structure" in said
     split = open_cache(tmp_path / "cache")
     assert (len(split.train), len(split.held_out)) == (8, 1)
@@ -135,7 +135,7 @@ def test_a_pack_of_json_lines_becomes_a_cache(tmp_path: Path) -> None:
     (tmp_path / "splits.json").write_text(json.dumps(splits))
     argv = ["--jsonl", str(tmp_path / "pack.jsonl.gz"), "--splits", str(tmp_path / "splits.json")]
     said = preprocess.run([*argv, "--output_dir", str(tmp_path / "cache")])
-    assert "4 chains (train 2, val 1), 0 left out" in said
+    assert "4 chains (train 2, val 1), 0 skipped" in said
     chain = load_chain(tmp_path / "cache" / "1abc.A.pt")
     assert len(chain) == 49, "a residue without N is dropped, one without O is not"
     assert np.isfinite(chain.coords).all()

@@ -1,0 +1,80 @@
+"""Certify a command: start its runs, and keep their folder if something differs.
+
+Owns: the folder of all runs, and what a killed run must have left there. Does not own: processes
+(`lockstep.harness`), which runs are started, and the verdict (`certificate.py`).
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from lockstep.certify.callback import CALLBACK
+from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
+from lockstep.certify.settings import RunSettings
+from lockstep.errors import ConfigError, LaunchError
+from lockstep.harness.attach import KILLED, TRACE, attached
+from lockstep.harness.runs import CommandRuns
+
+
+def certify_command(
+    words: Sequence[str],
+    steps: int,
+    *,
+    limit_s: float,
+    gpus: Sequence[int] = (),
+    exact: bool = False,
+    evaluates: bool = False,
+    report_run: Callable[[str, float], None] = lambda name, seconds: None,
+) -> tuple[Certificate, Path | None]:
+    """Certify parity between these numbers of GPUs or, without any, a resume.
+
+    Args:
+        words: The command.
+        steps: How many steps each run takes.
+        limit_s: How long a run may go without progress.
+        gpus: The numbers of ranks to compare.
+        exact: Whether parity is that of exact mode, bit for bit.
+        evaluates: Whether runs also evaluate at each save.
+        report_run: Called with the name of each run that succeeded, and its seconds.
+
+    Returns:
+        The certificate, and the folder of traces and output if something differs.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="lockstep_certify_"))
+    runs = CommandRuns(
+        words, folder, partial(attached, callback=CALLBACK), limit_s=limit_s, tell=report_run
+    )
+
+    def run_command(name: str, settings: RunSettings, ranks: int) -> Path:
+        ended = runs.run(name, ranks, asdict(settings))
+        if settings.kills:
+            check_killed(ended, settings)
+        return ended
+
+    is_kept = False
+    try:
+        if gpus:
+            certificate = certify_parity(run_command, gpus, steps, exact=exact)
+        else:
+            certificate = certify_resume(run_command, steps, evaluates=evaluates)
+        is_kept = certificate.finding is not None
+    except LaunchError:
+        is_kept = True
+        raise
+    finally:
+        if not is_kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    return certificate, folder if is_kept else None
+
+
+def check_killed(folder: Path, settings: RunSettings) -> None:
+    """Refuse a run that ended before it could be killed."""
+    if (folder / KILLED).exists():
+        return
+    why = "no training step of lockstep was seen"
+    if (folder / TRACE).exists():
+        why = f"it took fewer than {settings.save_step() + 1} steps"
+    raise ConfigError(f"the command ended before it could be killed: {why}", "pass more --steps")
