@@ -60,6 +60,7 @@ from lockstep.schedule import warmup_length
 from lockstep.step.report import StepReport
 from lockstep.task import Task
 
+Checked = TypeVar("Checked")
 MEASURE_S = 3.0
 """How long to read, and how long to train, once both have started."""
 WARM_UP_S = 30.0
@@ -67,7 +68,6 @@ WARM_UP_S = 30.0
 MAX_STEPS = 20
 OTHERS_S = 10.0
 """How long a rank waits for the others before it ends."""
-Checked = TypeVar("Checked")
 FAR_AWAY = 10**6
 """Steps until the end of a trial, which is stopped long before: nothing is due at its end."""
 CUSTOM_LOOP = "a custom loop: only its first step was checked"

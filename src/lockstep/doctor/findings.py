@@ -110,9 +110,9 @@ class Findings:
             return cls()
 
     @classmethod
-    def merged(cls, ranks: "Sequence[Self]") -> Self:
+    def merged(cls, ranks: Sequence[Self]) -> Self:
         """Return rank 0's findings, with the first failure of any rank and the largest peak."""
-        first, peak = ranks[0], max(ranks, key=lambda found: found.memory_bytes)
+        first = ranks[0]
         failed = [found for found in ranks if found.failed_at]
         own = min(failed, key=lambda found: found.failed_at, default=first)
         folder = {phase: said for phase, said in first.problems.items() if phase == "folder"}
@@ -122,8 +122,8 @@ class Findings:
             passed=[phase for phase in first.passed if phase not in own.problems],
             problems=folder | own.problems,
             failed_at=own.failed_at,
-            memory_bytes=peak.memory_bytes,
-            state_bytes=peak.state_bytes,
+            memory_bytes=max(found.memory_bytes for found in ranks),
+            state_bytes=max(found.state_bytes for found in ranks),
             save_s=max(found.save_s for found in ranks),
         )
 
