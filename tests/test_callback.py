@@ -234,6 +234,66 @@ def test_a_callback_that_raises_ends_the_run_on_all_ranks(
     assert checkpoint.step >= 3  # the steps before are saved
 
 
+class Summing(Callback):
+    """Sums something over ranks after each step."""
+
+    def __init__(self, communicates: bool, fails_on: int | None = None) -> None:
+        self.communicates = communicates
+        self.fails_on = fails_on
+
+    def on_step_end(self, run: Any, batch: Any, report: Any) -> None:
+        if run.step == 3 and run.world.rank == self.fails_on:
+            raise ValueError("planted in on_step_end")
+        run.world.all_sum(torch.ones(3))
+
+
+def fail_beside(folder: Path, callbacks: list[Callback]) -> list[str]:
+    try:
+        fit(TinyTask(), config_for(folder), callbacks)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["none", ""]
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        [Faulty("on_step_end", (1,)), Summing(communicates=True)],
+        [Summing(communicates=True), Faulty("on_step_end", (1,))],
+        [Summing(communicates=True, fails_on=1)],
+    ],
+    ids=["before", "after", "itself"],
+)
+def test_a_callback_that_raises_beside_one_that_communicates_ends_the_run_on_all_ranks(
+    callbacks: list[Callback], tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, fail_beside, tmp_path, callbacks)
+    assert second == ["ValueError", "planted in on_step_end"]
+    assert first[0] == "OtherRankError"
+    assert "planted in on_step_end" in first[1]
+    checkpoint, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 3
+
+
+def test_a_callback_that_communicates_without_saying_so_is_refused(tmp_path: Path) -> None:
+    for kind, text in run_ranks(2, fail_beside, tmp_path, [Summing(communicates=False)]):
+        assert kind == "ConfigError"
+        assert "callback Summing calls a collective in on_step_end" in text
+        assert "try: set communicates = True in class Summing" in text
+    assert run_ranks(1, fail_beside, tmp_path / "alone", [Summing(communicates=False)]) == [
+        ["none", ""]
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_whose_start_failed_is_not_trained_on(num_ranks: int, tmp_path: Path) -> None:
+    run_ranks(num_ranks, fail, tmp_path, "on_step_start", (num_ranks - 1,))
+    checkpoint, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 3  # it raised before the fourth
+
+
 def differ(folder: Path) -> str:
     callbacks = [Witness()] if os.environ["RANK"] == "0" else []
     try:

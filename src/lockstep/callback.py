@@ -8,11 +8,12 @@ import importlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.dist.agreement import agree_to_continue, before_each_collective, together
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class Callback:
     The methods are called on every rank, in the same order. If one raises, the run saves the
     steps before and ends on all ranks.
     """
+
+    communicates = False
+    """Whether its methods call collectives of `run.world`. If so, the ranks vote after each of
+    them, so that an error on one rank cannot leave the others waiting in a collective."""
 
     def configure(self, task: Any, config: "RunConfig", world: "Collectives") -> "RunConfig":
         """Return the settings to run with, before anything is built."""
@@ -109,14 +114,28 @@ class Callbacks(Sequence[Callback]):
     def __len__(self) -> int:
         return len(self._callbacks)
 
-    def call(self, method: str, *args: Any) -> None:
-        """Call one method of each callback; an exception gets a note with the callback's name."""
+    def overrides(self, method: str) -> bool:
+        """Return whether a callback has a method of its own."""
+        return any(_overrides(callback, method) for callback in self)
+
+    def call(self, method: str, run: RunView, *args: Any) -> None:
+        """Call one method of each callback. Collective if one communicates.
+
+        If one raises, the others are still called, because other ranks call them too. Then the
+        first exception is raised, with a note of the callback's name. It is shared by all ranks
+        if the callback communicates.
+        """
+        problem: Exception | None = None
         for name, callback in self.named():
+            if not _overrides(callback, method):
+                continue
             try:
-                getattr(callback, method)(*args)
+                _call(callback, name, method, run, *args)
             except Exception as error:
                 error.add_note(f"in callback {name}.{method}")
-                raise
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def configure(self, task: Any, config: "RunConfig", world: "Collectives") -> "RunConfig":
         """Pass the settings through each callback's `configure` in turn and return the result."""
@@ -149,6 +168,36 @@ class Callbacks(Sequence[Callback]):
             name = type(callback).__name__
             seen[name] = seen.get(name, 0) + 1
             yield (name if seen[name] == 1 else f"{name}_{seen[name]}"), callback
+
+
+def _overrides(callback: Callback, method: str) -> bool:
+    bound = getattr(callback, method)
+    return getattr(bound, "__func__", bound) is not getattr(Callback, method)
+
+
+def _call(callback: Callback, name: str, method: str, run: RunView, *args: Any) -> None:
+    """Call a method; if the callback communicates, an error is raised on all ranks."""
+    world = run.world
+    if world.size == 1:
+        getattr(callback, method)(run, *args)
+    elif callback.communicates:
+
+        def call_and_vote() -> None:
+            with before_each_collective(world, lambda: agree_to_continue(world)):
+                getattr(callback, method)(run, *args)
+
+        together(world, call_and_vote, every_exception=True)
+    else:
+        with before_each_collective(world, lambda: _refuse(name, method)):
+            getattr(callback, method)(run, *args)
+
+
+def _refuse(name: str, method: str) -> NoReturn:
+    raise ConfigError(
+        f"callback {name} calls a collective in {method}: if it failed on one rank, the others "
+        "would wait",
+        f"set communicates = True in class {name}",
+    )
 
 
 def load_callbacks(names: str) -> list[Callback]:

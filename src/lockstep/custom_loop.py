@@ -61,7 +61,9 @@ class CustomLoop:
         if is_first:
             self._call("on_run_start")
             self._agree()
-        self._call("on_step_start", batch)
+        if self.callbacks.overrides("on_step_start"):
+            self._call("on_step_start", batch)
+            self._agree()
 
     def end_step(self, batch: StepBatch, report: StepReport) -> None:
         """Call callbacks after a step. Collective."""

@@ -195,8 +195,10 @@ class Trainer:
             assert isinstance(upcoming, StepBatch)
             self._repeats_step = False
             self._step_began = time.monotonic()
-            self.skipped_steps.keep_buffers()
+            self.skipped_steps.buffers.keep(run.non_finite)
             self._call("on_step_start", upcoming)
+            if run.callbacks.overrides("on_step_start"):  # which may have failed, half-way
+                self._agree(None)
             self.buffers.begin_step()
             yield upcoming
             if self._repeats_step:
@@ -234,6 +236,7 @@ class Trainer:
             self.record_step(report, batch)
             return
         # Outside the handlers: the exception keeps the tensors and the old replica alive.
+        self._drop_step()
         if too_large:
             halve(run, too_large, self.events)
             self._repeats_step = True
@@ -266,7 +269,6 @@ class Trainer:
         except LockstepError as error:
             failure = error
         if failure:
-            self._drop_step()
             self._agree(failure)  # saves the steps before, then raises
 
     def record_step(self, report: StepReport, batch: StepBatch) -> None:
@@ -541,8 +543,8 @@ class Trainer:
                 self.events.write("warning", step, message=f"NOT SAVED: {lost.problem}")
 
     def _drop_step(self) -> None:
-        """Undo what the forward passes of a failed step did to running statistics."""
-        self.skipped_steps.drop_step()
+        """Undo what the forward passes of a failed step did to buffers."""
+        self.skipped_steps.buffers.restore()
         if self.run.exact_reducer:
             self.run.exact_reducer.drop_step()
 

@@ -341,6 +341,52 @@ def test_a_bad_step_moves_nothing_and_can_be_met_again(tmp_path: Path) -> None:
     assert said in str(again.value)
 
 
+def test_the_state_before_a_bad_step_has_the_running_statistics_of_before(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="weights unchanged, step not saved"):
+        run_ranks(1, train, Normed(), tmp_path, {})
+    (evidence,) = (tmp_path / "non_finite").glob("step_*")
+    state = CheckpointStore(tmp_path, recipe="tiny").open(evidence).load("model")
+    assert all(torch.isfinite(value).all() for value in state.values())
+    assert evidence.name == "step_00000001"
+    assert state["1.num_batches_tracked"] == 4
+
+
+class Tracked(Normed):
+    """Fails once, in the fourth step, after its forward pass has updated running statistics."""
+
+    poison = 0.0
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error: Exception | None = error
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        if context.training and context.step == 3 and self.error:
+            error, self.error = self.error, None
+            raise error
+        return made
+
+
+def num_tracked(folder: Path) -> tuple[int, int]:
+    checkpoint, _ = CheckpointStore(folder / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    return checkpoint.step, int(checkpoint.load("model")["1.num_batches_tracked"])
+
+
+def test_a_checkpoint_after_a_failed_step_holds_nothing_of_it(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="planted"):
+        run_ranks(1, train, Tracked(ConfigError("planted", "remove it")), tmp_path, {})
+    assert num_tracked(tmp_path) == (3, 4 + 4 + 2)
+
+
+def test_a_step_repeated_for_want_of_memory_counts_once(tmp_path: Path) -> None:
+    task = Tracked(torch.OutOfMemoryError("planted"))
+    assert run_ranks(1, train, task, tmp_path, {"batch": {"batch_size": 8}}) == [10]
+    step, tracked = num_tracked(tmp_path)
+    assert (step, tracked) == (10, 3 + 2 * 7)  # halves from the fourth step on
+
+
 def test_what_a_bad_step_met_is_that_run_s_or_is_not_kept(tmp_path: Path) -> None:
     """A disk without room for it neither hides the step nor ends a run that may go on."""
 

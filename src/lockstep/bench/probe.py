@@ -103,6 +103,7 @@ class Probe:
         """When each parameter's gradient is computed, from the start of a step."""
         self._current: Step | None = None
         """The step under way, if it is timed."""
+        self._is_in_step = False
         self._wait_began = 0.0
         self._backward_began: Any = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,6 +189,11 @@ class Probe:
 
     def _hear(self, phase: Phase, begins: bool) -> None:
         """Time backward passes on the device's clock, and the waiting for data on the host's."""
+        if phase == "data":
+            self._is_in_step = False
+        elif phase == "forward" and begins and not self._is_in_step:
+            self._is_in_step = True
+            self.start_step()
         step = self._current
         if step is None:
             return

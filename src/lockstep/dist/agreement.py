@@ -59,13 +59,13 @@ def is_shared(error: BaseException) -> bool:
 
 
 @contextmanager
-def voting_before_collectives(world: Collectives) -> Iterator[None]:
-    """Vote before each collective of `world` in the block.
+def before_each_collective(world: Collectives, action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` before each collective of `world` in the block.
 
-    So the vote of a rank that fails in the block is paired with a vote of the others.
+    If it is a vote, the vote of a rank that fails in the block is paired with one of the others.
     """
     before = world.before_collective
-    world.before_collective = lambda: agree_to_continue(world)
+    world.before_collective = action
     try:
         yield
     finally:

@@ -260,7 +260,7 @@ def all_tensors_from_first(tensors: Iterable[Tensor], world: Collectives) -> Non
     They are sent as the bytes of one tensor. The widest types come first, so that each tensor is
     aligned for its type.
     """
-    buffers = [b for b in tensors if b.numel() and not _is_expanded(b)]
+    buffers = [b for b in tensors if b.numel() and not shares_elements(b)]
     buffers.sort(key=lambda buffer: -buffer.element_size())
     if not buffers:
         return
@@ -271,7 +271,7 @@ def all_tensors_from_first(tensors: Iterable[Tensor], world: Collectives) -> Non
         buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
 
 
-def _is_expanded(tensor: Tensor) -> bool:
+def shares_elements(tensor: Tensor) -> bool:
     """Return whether several indices share one element: such a tensor cannot be written to."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in sizes)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from lockstep.dist.agreement import together, voting_before_collectives
+from lockstep.dist.agreement import agree_to_continue, before_each_collective, together
 from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.fsdp import gathered_whole
 from lockstep.errors import ConfigError
@@ -105,7 +105,8 @@ class Evaluator:
         agrees = can_agree(model, run.world)
 
         def call_task() -> dict[str, float]:
-            with voting_before_collectives(run.world) if agrees else nullcontext():
+            vote = before_each_collective(run.world, lambda: agree_to_continue(run.world))
+            with vote if agrees else nullcontext():
                 results = run.task.finish_evaluation(model, context, folder)
             for name, value in results.items():
                 if isinstance(value, Path):

@@ -6,12 +6,11 @@ step (`step/update.py`).
 
 import math
 
-from torch import Tensor
-
 from lockstep.dist.agreement import together
 from lockstep.dist.ddp import unwrap
 from lockstep.errors import CheckpointError, NonFiniteError
 from lockstep.observe.events import EventLog
+from lockstep.run.kept_buffers import KeptBuffers
 from lockstep.run.run import Run
 from lockstep.step.report import StepReport
 
@@ -35,17 +34,7 @@ class SkippedSteps:
         self.run = run
         self.events = events
         self.num = 0
-        self._buffers: list[Tensor] = []
-
-    def keep_buffers(self) -> None:
-        """Copy the running statistics, so that a skipped step can restore them."""
-        if self.run.config.on_non_finite == "skip":
-            self._buffers = [buffer.clone() for buffer in unwrap(self.run.model).buffers()]
-
-    def drop_step(self) -> None:
-        """Restore the buffers' values from before a skipped step, if they were kept."""
-        for buffer, kept in zip(unwrap(self.run.model).buffers(), self._buffers, strict=False):
-            buffer.copy_(kept)
+        self.buffers = KeptBuffers(unwrap(run.model))
 
     def add(self, step: int, loss: float, norm: float, weight: float) -> None:
         """Apply `on_non_finite` to the step after `step` updates. Collective.
@@ -58,7 +47,7 @@ class SkippedSteps:
         """
         run = self.run
         policy = run.config.on_non_finite
-        self.drop_step()
+        self.buffers.restore()
         try:
             saved = str(together(run.world, lambda: run.save_before_non_finite(step)))
             again = f"to repeat it, run one process with another output_dir and resume={saved}"
