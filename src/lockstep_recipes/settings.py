@@ -48,7 +48,7 @@ def _read(path: Path, above: tuple[str, ...]) -> dict[str, Any]:
     if os.path.realpath(path.parent / name) in chain or len(chain) == MAX_CHAIN:
         names = " -> ".join(Path(file).name for file in (*chain, name))
         raise ConfigError(
-            f"settings that build on themselves, or on more than {MAX_CHAIN} files: {names}",
+            f"settings files build on each other, or on more than {MAX_CHAIN} files: {names}",
             f"change {BASE} in {shown(path)}",
         )
     return merged(_read(path.parent / name, chain), values)

@@ -244,7 +244,7 @@ def test_a_mean_over_units_that_samples_have_different_numbers_of_is_named(tmp_p
     check_docs("TokenMean", finding)
     first, cut = certificate.columns
     assert set(first.cells.values()) == {"same bits"}, "which is all that ranks can show"
-    assert (cut.title, cut.cells) == ("another cut", {"loss": "DIFFERS"})
+    assert (cut.title, cut.cells) == ("regrouped", {"loss": "DIFFERS"})
     assert names == ["1 rank", "2 ranks"]
 
 
@@ -274,7 +274,7 @@ def test_a_sound_loss_is_the_same_however_samples_are_cut(task: str, tmp_path: P
     assert certificate.finding is None, certificate
     assert certificate.remarks == []
     cut = certificate.columns[-1]
-    assert cut.title == "another cut"
+    assert cut.title == "regrouped"
     assert re.fullmatch(r"same bits|rounding \de-1\d", cut.cells["loss"])
 
 
@@ -320,7 +320,7 @@ def test_two_ranks_are_killed_resumed_and_certified(tmp_path: Path) -> None:
         "killed after step 2, resumed from step 1"
     )
     assert any(re.fullmatch(r"  BatchNorm +\d+  same bits", line) for line in said), said
-    assert any(re.fullmatch(r"  ranks alike +\d+  same bits", line) for line in said), said
+    assert any(re.fullmatch(r"  ranks agree +\d+  same bits", line) for line in said), said
 
 
 def test_ranks_are_certified_to_rounding_and_in_exact_mode_to_the_bit(tmp_path: Path) -> None:

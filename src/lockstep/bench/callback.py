@@ -41,8 +41,8 @@ class BenchCallback(Callback):
         """Let the run go on for as long as it is measured, and save and evaluate nothing."""
         if world.device.type == "cuda" and world.backend == "gloo":
             raise ConfigError(
-                f"{world.size} processes would share a GPU, which says nothing of {world.size}",
-                "pass --gpus no more than there are; the forecast is for the others",
+                f"{world.size} processes would share GPUs: this does not measure {world.size} GPUs",
+                "pass at most the number of GPUs here to --gpus; the forecast covers more",
             )
         if config.exact:
             self.remarks.append(NOT_EXACT)

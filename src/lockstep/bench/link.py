@@ -121,7 +121,7 @@ def fit_link(times: Sequence[tuple[float, float]], ranks: int, name: str = "meas
         fixed_s, per_byte_s = 0.0, float(rows[:, 1].sum() / np.square(rows[:, 1]).sum())
     if per_byte_s <= 0:
         raise ConfigError(
-            f"the times of {len(times)} sizes of messages do not grow with the size",
+            f"the times of {len(times)} message sizes do not grow with the size",
             "run it again when the machine is idle",
         )
     errors = rows @ np.array([fixed_s, per_byte_s]) - 1

@@ -18,7 +18,7 @@ BUSY = 0.8
 """If the GPU is busy for a smaller share of a step, it waits for the host."""
 UNITS = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6}
 WORTH_NAMING = 0.05
-"""A loss below this share of a step is no limit."""
+"""A cost below this share of a step is not named as the limit."""
 
 
 @dataclass(frozen=True, slots=True)

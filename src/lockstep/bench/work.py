@@ -1,4 +1,4 @@
-"""How near a step is to what the machine can do.
+"""How close a step is to what the machine can do.
 
 Owns: the figures of all ranks together, and what follows from them and the time of a step. Does
 not own: any measurement (`profiled_steps.py`), or the words (`report.py`).

@@ -73,7 +73,7 @@ class CertifyCallback(Callback):
         self.tracer.receive(batch)
 
     def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
-        """Write down the step; after the last one, compare other cuts; kill the process when due.
+        """Trace the step; after the last, compare other micro-batches; kill the process when due.
 
         The kill is like a power cut: nothing is flushed, and no other rank is told.
         """

@@ -41,7 +41,7 @@ ROWS = {
     "buffers": "buffers",
     "grad_norm": "gradient",
     "rates": "learning rate",
-    "apart": "ranks alike",
+    "apart": "ranks agree",
     "scaler": "scaler",
     "optimizer": "optimizer",
     "parameters": "weights",
@@ -252,7 +252,7 @@ def _compare_again(
 
 
 def _name_cause(compared: Comparison, context: Context, again: Comparison) -> Finding | None:
-    """Name the first difference; what differs even between two equal runs is not its reason."""
+    """Name the first difference, ignoring what differs even between two equal runs."""
     noise = {name for hint in again.hints for name in hint.names}
     return find_cause(again, "twice") or find_cause(compared.without(noise), context)
 
@@ -283,7 +283,7 @@ def _add_cut(certificate: Certificate, reference: Attempt) -> None:
             f"({cut.why_not})"
         )
         return
-    column = Column("another cut", compared={"loss": cut.num_groups})
+    column = Column("regrouped", compared={"loss": cut.num_groups})
     column.cells["loss"] = f"rounding {cut.spread:.0e}" if cut.spread else "same bits"
     if cut.reason == UNITS:
         column.cells["loss"] = "DIFFERS"

@@ -1,4 +1,4 @@
-"""The loss of the same samples in one micro-batch and in three: does it depend on the cut?
+"""Compare the loss of the same samples in one micro-batch and in three.
 
 Owns: computing both in the process that trains, after its last step. Does not own: the name of a
 difference (`verdict.py`).

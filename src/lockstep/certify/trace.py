@@ -90,7 +90,7 @@ class Tracer:
         return {"holds": hash_of(held), "repeats": bool(held) and held == again}
 
     def write_cut(self, cut: Cut) -> None:
-        """Write what came of computing samples in other micro-batches."""
+        """Write the loss of samples in other micro-batches."""
         self._write("cut", {"cut": cut.to_json()})
 
     def receive(self, batch: StepBatch) -> None:

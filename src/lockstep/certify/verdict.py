@@ -30,7 +30,7 @@ NAMES = {
     "buffers": "buffers",
     "grad_norm": "gradient reduction",
     "rates": "learning rate",
-    "apart": "ranks apart",
+    "apart": "ranks disagree",
     "scaler": "scaler",
     "optimizer": "optimizer",
     "parameters": "optimizer",
@@ -66,7 +66,7 @@ TRY = {
     "model",
     "learning rate": "make the rate a function of the step, and leave its scaling with the number "
     "of ranks to lr_scaling",
-    "ranks apart": "let only the optimizer change weights, and make decisions on all ranks "
+    "ranks disagree": "let only the optimizer change weights, and make decisions on all ranks "
     "together",
     "scaler": "use the run's own scaler (run.scaler), which is saved and restored",
     "optimizer": "keep everything that changes the weights in the optimizer's state, or in "

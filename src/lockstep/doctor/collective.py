@@ -2,7 +2,7 @@
 
 Owns: the versions as torch tells them, and the time of one sum over ranks. Started as
 `python -m lockstep.doctor.collective FILE NUM_RANKS`, so that `lockstep doctor` itself
-need not import torch, and so that a group that hangs hangs by itself.
+need not import torch, and a group that hangs does not hang it.
 """
 
 import json

@@ -116,7 +116,7 @@ def _read(
     if re.fullmatch(r"python[0-9.]*", name):
         return _read_python(words[1:], env, num_gpus)
     raise ConfigError(
-        f"{name!r} is no launcher that is known here",
+        f"lockstep doctor does not know the launcher {name!r}",
         "use python, torchrun, accelerate launch, lockstep run, srun, sbatch or a shell script",
     )
 
@@ -127,7 +127,7 @@ def _find_program(program: str, env: Mapping[str, str], folder: Path) -> str:
         path = folder / program
         if not os.path.isfile(path):
             raise LaunchError(
-                f"there is no file {plain(program)} in {folder}", "pass its path from here"
+                f"there is no file {plain(program)} in {folder}", "pass its path from that folder"
             )
         if shutil.which(str(path.absolute())) is None:
             raise LaunchError(f"{program} may not be executed", f"run chmod +x {program}")
@@ -304,7 +304,7 @@ def _read_accelerate(
             )
         if settings.get("mixed_precision") is False:
             raise ConfigError(
-                f"{path}: a bare `no` is false to YAML, and accelerate ends in a traceback",
+                f"{path}: YAML reads an unquoted `no` as false, and accelerate fails on it",
                 "write mixed_precision: 'no'",
             )
 
@@ -358,7 +358,8 @@ def _read_sbatch(words: Sequence[str], folder: Path) -> Command:
     if not rest or not os.path.isfile(folder / rest[0]):
         name = rest[0] if rest else ""
         raise LaunchError(
-            f"there is no batch script {shown(name)} in {folder}", "pass its path from here"
+            f"there is no batch script {shown(name)} in {folder}",
+            "pass its path from that folder",
         )
     text = (folder / rest[0]).read_text(errors="replace")
     asked = {**batch_options(text), **options}
@@ -394,13 +395,13 @@ def _read_shell(
 ) -> Command:
     """Run a shell script with stand-ins for the launchers, and read what it would have started.
 
-    The script itself runs: what it does before it trains, it does.
+    The script itself really runs, with all its side effects; only the launchers do not.
     """
     scripts = [word for word in words[:3] if not word.startswith("-") and word not in SHELLS]
     path = folder / (scripts[0] if scripts else "")
     if not scripts or not os.path.isfile(path):
         name = shown(scripts[0] if scripts else "")
-        raise LaunchError(f"there is no script {name} in {folder}", "pass its path from here")
+        raise LaunchError(f"there is no script {name} in {folder}", "pass its path from there")
     text = path.read_text(errors="replace")
     by_path = re.search(r"\S*/(?:python[0-9.]*|torchrun|accelerate|lockstep)\s", text)
     if by_path or not re.search(r"\b(?:python3?|torchrun|accelerate|lockstep)\b", text):

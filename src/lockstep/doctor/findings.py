@@ -28,7 +28,7 @@ PHASES: tuple[str, ...] = (
 
 @dataclass
 class Findings:
-    """What one rank found. What it did not come to keeps its default."""
+    """What one rank found; a field that was not reached keeps its default."""
 
     phase: str = "script"
     """The phase that began last."""

@@ -71,7 +71,7 @@ def grace_time(
             return fail(name, says, f"{fix}120")
         to_shell, heard, seconds = option.to_shell, option.name, option.seconds
         if heard not in HEARD:
-            says = f"{source}: a run saves on {', '.join(HEARD)}; this one just ends it"
+            says = f"{source}: a run saves on {', '.join(HEARD)}; this signal just kills it"
             return fail(name, says, f"{fix}{seconds:.0f}")
         launcher = command.launcher if command else ""
         if heard == "USR1" and launcher in ("torchrun", "torch.distributed.launch", "accelerate"):

@@ -127,7 +127,7 @@ def resume(found: Findings) -> Result:
         return bad
     if found.rejected:
         says = f"resumes from {found.resumed_from}; fell back from {'; '.join(found.rejected)}"
-        fix = "leave it so if a save was killed; otherwise check the disk"
+        fix = "check the disk, unless a save was killed"
         return warn("resume", says, fix)
     if found.resumed_from:
         return ok("resume", f"resumes from {found.resumed_from}")
@@ -144,7 +144,7 @@ def output_folder(found: Findings) -> Result:
         return bad
     says = f"written, flushed and renamed on {found.file_system or 'its file system'}"
     if found.file_system.startswith(NETWORK_FILE_SYSTEMS):
-        fix = "use one that all nodes share, with locks"
+        fix = "use a folder that all nodes share, on a file system with locks"
         return warn(name, f"{says}: a network file system", fix)
     return ok(name, says)
 
@@ -271,11 +271,12 @@ def loader_speed(found: Findings, num_processes: int, num_cores: int | None = No
     # One rank was measured; the others of this machine read at the same time.
     crowding = max(1.0, num_processes * each / cores) / max(1.0, each / cores)
     read = found.read_s * crowding
+    count = "1 worker" if workers == 1 else f"{workers} workers"
     crowd = (
         f" (x {crowding:.1f} for {num_processes} ranks on {cores} cores)" if crowding > 1 else ""
     )
     says = (
-        f"{workers} workers read a step in {seconds_text(found.read_s)}{crowd}, "
+        f"reading a step takes {seconds_text(found.read_s)} with {count}{crowd}, "
         f"a step takes {seconds_text(found.step_s)}"
     )
     enough = min(8, max(1, cores // max(1, num_processes)))
@@ -284,7 +285,7 @@ def loader_speed(found: Findings, num_processes: int, num_cores: int | None = No
     if slows and read > found.step_s:
         return warn(name, f"{says}: reading limits", fix)
     if slows:
-        return warn(name, f"{says}: without workers they take turns", fix)
+        return warn(name, f"{says}: without workers, a rank reads and trains in turn", fix)
     return ok(name, f"{says}: the step limits")
 
 
@@ -337,10 +338,10 @@ def sinks(
     missing = [n for n in wanted if not find(n)]
     if missing:
         fix = f"run pip install {' '.join(missing)}; the run also works without"
-        return warn(name, f"asked for, not installed: {', '.join(missing)}", fix)
+        return warn(name, f"asked for, but not installed: {', '.join(missing)}", fix)
     offline = env.get("WANDB_MODE") in ("offline", "disabled")
     has_key = "WANDB_API_KEY" in env or (Path(env.get("HOME", "/")) / ".netrc").exists()
     if "wandb" in wanted and not offline and not has_key:
         fix = "set WANDB_API_KEY, or WANDB_MODE=offline"
-        return warn(name, "W&B is asked for, and no key is set", fix)
+        return warn(name, "W&B is asked for, but no key is set", fix)
     return ok(name, f"{' and '.join(wanted)} installed; the first rank alone writes")

@@ -1,7 +1,7 @@
 """Checks of the machine itself: GPUs, versions that must agree, shared memory, limits.
 
-Owns: what NVML and the kernel say, and what of it stands in the way of a run. Every
-check is a function of what it is given, and returns a `Result`.
+Owns: asking NVML and the kernel, and judging what would stop or slow a run. Every check is a
+function of its arguments, and returns a `Result`.
 """
 
 import importlib
@@ -164,7 +164,7 @@ def cuda_stack(driver: Driver, facts: Mapping[str, Any]) -> Result:
     """Do driver, CUDA, NCCL and torch fit together?"""
     name = "cuda"
     if "torch" not in facts:
-        return fail(name, f"torch cannot be imported: {facts.get('error', '')}", "run make setup")
+        return fail(name, f"torch cannot be imported: {facts.get('error', '')}", "install torch")
     version, built = facts["torch"], facts.get("cuda")
     if driver.problem or not driver.gpus:
         if not built:
@@ -227,7 +227,8 @@ def versions(
     if _numbers(python) < (3, 11):
         bad.insert(0, f"Python {python} (needs 3.11)")
     if bad:
-        return fail("versions", f"missing or too old: {', '.join(bad)}{remark}", "run make setup")
+        fix = "run pip install --upgrade with these names, or use a newer Python"
+        return fail("versions", f"missing or too old: {', '.join(bad)}{remark}", fix)
     has = f"Python {python}, torch {facts.get('torch', 'unknown')}"
     if missing_extras:
         has += f"; without {', '.join(missing_extras)}"

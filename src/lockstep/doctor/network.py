@@ -19,7 +19,7 @@ from lockstep.harness.ranks import free_port
 from lockstep.text_input import whole_number
 
 SLOW_BYTES_S = {"gloo": 20 * 2**20, "cpu:gloo,cuda:nccl": 2**30}
-"""Below this a sum over ranks of one machine is not slow but broken: a busy machine still does
+"""Below this rate an all-reduce on one machine counts as broken: a busy machine still reaches
 five times as much."""
 LAUNCH_NAMES = (
     "RANK",
@@ -61,7 +61,7 @@ def launch_variables(env: Mapping[str, str], command: Command | None = None) -> 
         assert command is not None
         return ok(name, f"{command.launcher} sets its own{over}{timeout}")
     if launch.size > 1:
-        others = f"{launch.size - 1} more processes must be started"
+        others = "all others must be started, too"
         return ok(name, f"rank {launch.rank} of {launch.size} ({launch.launcher}): {others}")
     return ok(name, f"none that launch anything: one process{timeout}")
 
@@ -133,7 +133,7 @@ def names_resolve(command: Command | None, env: Mapping[str, str]) -> Result:
             if not any(i == text or (not exact and i.startswith(text)) for i in interfaces):
                 return fail(
                     name,
-                    f"{variable}={word}: there is no such interface, but {', '.join(interfaces)}",
+                    f"{variable}={word}: no such interface; there are {', '.join(interfaces)}",
                     f"unset {variable}",
                 )
     head = (command.head if command else "") or env.get("MASTER_ADDR", "localhost")

@@ -74,7 +74,7 @@ def as_json(results: Sequence[Result]) -> str:
 
 
 def as_lines(results: Sequence[Result], width: int | None = None) -> list[tuple[Status, str]]:
-    """Return the table, line by line; a fix stands on a line of its own below its evidence.
+    """Return the table, line by line; each fix is on its own line below its evidence.
 
     Without a width, every check is one line, however long.
 
@@ -100,7 +100,7 @@ def as_lines(results: Sequence[Result], width: int | None = None) -> list[tuple[
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Return a number of bytes as people say it.
+    """Return a number of bytes with a readable unit.
 
     >>> bytes_text(512), bytes_text(1536), bytes_text(3 * 2**30)
     ('512 B', '1.5 KB', '3.0 GB')
@@ -115,7 +115,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time as people say it.
+    """Return a time with a readable unit.
 
     >>> seconds_text(0.0123), seconds_text(2.5), seconds_text(7200)
     ('12 ms', '2.5 s', '120 min')

@@ -156,7 +156,7 @@ def _refusal(command: Command) -> Findings | None:
         if is_module:
             return Findings(unchecked=f"module {name} is not in this folder: not started")
         problem = f"there is no such file in {command.folder}"
-        return Findings(problems={"script": [problem, "pass its path from here"]})
+        return Findings(problems={"script": [problem, "pass the path of an existing script"]})
     if not uses_lockstep(path):
         return Findings(unchecked="does not use lockstep: not started, or it would train")
     return None

@@ -71,12 +71,12 @@ class DataConfig(Section):
     def _check(self) -> Self:
         if self.image_size % PATCH:
             raise ConfigError(
-                f"data.image_size={self.image_size} is not a multiple of a patch, {PATCH} pixels",
+                f"data.image_size={self.image_size} is not a multiple of the patch size, {PATCH}",
                 f"set image_size: {round(self.image_size / PATCH) * PATCH or PATCH}",
             )
         if self.views is not None and self.use_wrist_camera is not None:
             raise ConfigError(
-                "data.views and data.use_wrist_camera say the same", "set one of them"
+                "data.views and data.use_wrist_camera both choose the cameras", "set one of them"
             )
         if self.views is not None and not self.views:
             raise ConfigError("data.views names no camera", "set views: [workspace]")
@@ -176,7 +176,7 @@ def _read_csv(path: Path) -> Rows:
         names, *lines = lines
         if not names[0].strip():  # an index column, which would shift all others
             raise DataError(
-                f"{path}: the first column has no name, like an index",
+                f"{path}: the first column has no name; it looks like an index",
                 "keep only the recorded columns; in pandas, use to_csv(..., index=False)",
             ) from None
     try:
@@ -423,8 +423,6 @@ def read_statistics(path: Path, measured: Statistics) -> Statistics:
         ) from None
     if any(v.shape != measured.mean.shape for v in given) or not bool((given[1] > 0).all()):
         problem = f"{path} does not fit {len(measured.mean)} columns of actions"
-        raise DataError(
-            problem, "leave action_stats_path out to measure them, or pass another file"
-        )
+        raise DataError(problem, "remove action_stats_path to measure them, or pass another file")
     values = {name: getattr(measured, name) for name in Statistics.__slots__}
     return Statistics(**values | {"mean": given[0], "std": given[1]})

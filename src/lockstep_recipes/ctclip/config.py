@@ -269,7 +269,7 @@ class CTClipConfig(Section):
         for key in values.keys() - cls.model_fields.keys():
             if homes := [name for name, keys in _sections().items() if key in keys]:
                 raise ConfigError(
-                    f"{key!r} is at the top level of the settings, where there is no such key",
+                    f"{key!r} is not a key of the top level of the settings",
                     "write " + " or ".join(f"{home}.{key}: {values[key]}" for home in homes),
                 )
         config = parse_model(cls, values)

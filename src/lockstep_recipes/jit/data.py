@@ -131,7 +131,7 @@ def _sort_into_classes(root: Path, images: list[str]) -> Listing:
     if flat:
         raise DataError(
             f"{root} holds {len(flat)} images beside {len(folders)} folders ({flat[0]}, "
-            f"{folders[0]}/): their class is not clear",
+            f"{folders[0]}/), so the class of these images is unknown",
             "give every class a folder, or put all images into one flat folder",
         )
     number = {name: index for index, name in enumerate(folders)}

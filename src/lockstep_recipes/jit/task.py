@@ -92,7 +92,7 @@ class JiTConfig(BaseModel):
     def _check(self) -> Self:
         check_image_size(self.variant, self.image_size)
         if self.num_fid_samples == 1:
-            raise ConfigError("num_fid_samples=1 has no covariance", "use 0 (off), or 2 and more")
+            raise ConfigError("num_fid_samples=1 has no covariance", "use 0 (off), or 2 or more")
         low, high = self.guidance_interval
         if not 0 <= low < high <= 1:
             problem = f"guidance_interval=({low}, {high}) does not lie within 0 and 1"

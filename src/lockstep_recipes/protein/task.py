@@ -270,7 +270,7 @@ class ProteinTask(Task):
         changed = [f"{k} {before[k]} -> {now[k]}" for k in sorted(now) if now[k] != before[k]]
         if changed:
             raise ConfigError(
-                f"the checkpoint holds another network: {', '.join(changed)}",
+                f"the checkpoint was trained with another network: {', '.join(changed)}",
                 "restore the old settings, or use another --save_dir",
             )
 

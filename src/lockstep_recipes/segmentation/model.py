@@ -254,5 +254,6 @@ def load_backbone(backbone: ResNet, path: Path) -> None:
         reason = str(error).splitlines()[0]
         raise DataError(
             f"{path} does not hold the weights of this ResNet: {reason}",
-            "pass torchvision's file for these --layers, or no --model_path to start at random",
+            "pass torchvision's file for these --layers, or remove --model_path to train from "
+            "scratch",
         ) from error
