@@ -48,7 +48,7 @@ def test_values_come_from_the_environment_or_their_default(
     [
         ("a: ${NOT_THERE}", "NOT_THERE"),
         ("_base_: missing.yaml", "missing.yaml cannot be read"),
-        ("_base_: a.yaml", "build on themselves"),
+        ("_base_: a.yaml", "build on each other"),
         ("_base_: [1]", "not a file's name"),
         ("a: [1", "line 1 is not YAML"),
         ("- 1", "holds no keys"),
