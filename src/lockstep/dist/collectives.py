@@ -160,7 +160,7 @@ class Collectives:
         """Concatenate pieces of equal length over ranks. Collective."""
         self._announce()
         whole = piece.new_empty(self.size * piece.numel())
-        gather_flat()(whole, piece, group=self._group(piece))
+        gather_flat(dist)(whole, piece, group=self._group(piece))
         return whole
 
 

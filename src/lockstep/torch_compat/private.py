@@ -239,7 +239,7 @@ def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> N
 # --- Collectives -----------------------------------------------------------------------------
 
 
-def gather_flat(distributed: Any = torch.distributed) -> Callable[..., Any]:
+def gather_flat(distributed: Any) -> Callable[..., Any]:
     """Return the collective that gathers pieces into one tensor; torch 2.13 renamed it."""
     renamed = getattr(distributed, "all_gather_single", None)
     if renamed is not None:
