@@ -214,8 +214,8 @@ class Saver:
             return snapshot(self.run.parts(), world.is_first, self._spare)
         sync_buffers(unwrap(self.run.model), world)  # ranks' running statistics may differ
         parts = self.run.parts()
-        of_first = {name: parts.pop(name) for name in ("task", "callbacks") if name in parts}
-        share = share_of(parts, world.rank, world.size)
+        of_first = {name: part for name, part in parts.items() if name in ("task", "callbacks")}
+        share = share_of({**parts, **dict.fromkeys(of_first, {})}, world.rank, world.size)
         if world.is_first:
             own = share_of(of_first)
             share.tensors.update(own.tensors)
