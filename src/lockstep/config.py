@@ -157,14 +157,19 @@ class RunConfig(BaseModel):
     def _one_exactness(self) -> Self:
         self.gradients.raise_if_unfit(self.exact, self.parallel)
         if self.exact and self.parallel == "fsdp":
-            raise ValueError("exact sums whole gradients, fsdp shards them: set parallel to ddp")
+            raise ValueError(
+                "exact=true sums whole gradients, and parallel=fsdp shards them\n"
+                "  try: set parallel=ddp, or exact=false"
+            )
         if self.compile == "graphs" and self.parallel == "fsdp":
             raise ValueError(
-                "graphs replay fixed addresses, fsdp gathers to new ones: set compile to true"
+                "compile=graphs needs parameters at fixed addresses, and parallel=fsdp gathers "
+                "them at new ones\n  try: set compile=true, or parallel=ddp"
             )
         if self.exact and self.sync_batch_norm:
             raise ValueError(
-                "exact normalises each micro-batch, sync_batch_norm all of them: unset one"
+                "exact=true normalises over each micro-batch, and sync_batch_norm=true over those "
+                "of all ranks\n  try: unset exact or sync_batch_norm"
             )
         return self
 

@@ -33,7 +33,10 @@ class BatchConfig(BaseModel):
     @model_validator(mode="after")
     def _one_way_to_say_it(self) -> Self:
         if self.global_batch_size is not None and self.accumulate != 1:
-            raise ValueError("give accumulate or global_batch_size, not both")
+            raise ValueError(
+                f"accumulate={self.accumulate} and global_batch_size={self.global_batch_size} "
+                "both set the size of a step\n  try: set one of them, not both"
+            )
         return self
 
 

@@ -202,7 +202,7 @@ def test_a_name_that_does_not_exist_lists_what_does(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         store.open("checkpoints/checkpoint_epoch_11.pt")
     assert "step_00000001, step_00000002, checkpoint_epoch_10.pt" in caught.value.problem
-    assert caught.value.remedy == "did you mean 'checkpoint_epoch_10.pt'?"
+    assert caught.value.remedy == "use 'checkpoint_epoch_10.pt'"
     with pytest.raises(CheckpointError, match="holds none"):
         CheckpointStore(tmp_path / "none").open("zzz")
 

@@ -355,9 +355,9 @@ def shard_tied() -> None:
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="set parallel to ddp"):
+    with pytest.raises(ConfigError, match="set parallel=ddp"):
         config_for(tmp_path, exact=True)
-    with pytest.raises(ConfigError, match="set compile to true"):
+    with pytest.raises(ConfigError, match="set compile=true"):
         config_for(tmp_path, compile="graphs")
     more = {"precision": "fp16", "max_steps": 1}
     (said, _) = run_ranks(2, problem_of, train_here, Deep, tmp_path, more)

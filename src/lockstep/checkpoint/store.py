@@ -648,7 +648,7 @@ class CheckpointStore:
         guess = closest(Path(wanted).name, existing)
         return CheckpointError(
             f"{wanted!r} is not a checkpoint; {self.folder} holds {', '.join(existing) or 'none'}",
-            f"did you mean {guess!r}?" if guess else "pass a step folder or one of those names",
+            f"use {guess!r}" if guess else "pass a step folder or one of those names",
         )
 
 

@@ -35,7 +35,7 @@ def init(kind: str, script: str, args: Sequence[str], force: bool) -> list[str]:
         near = closest(kind, KINDS)
         raise ConfigError(
             f"there is nothing to generate for {shown(kind)}",
-            f"did you mean {near}?" if near else f"use one of {', '.join(KINDS)}",
+            f"use {near}" if near else f"use one of {', '.join(KINDS)}",
         )
     for word in (script, *args):
         check_line("the script or argument", word)

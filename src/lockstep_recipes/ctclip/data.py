@@ -165,12 +165,12 @@ def _entry(path: Path, number: int, text: str) -> Entry:
         first = invalid.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the line"
         near = closest(key, ManifestLine.model_fields)
-        raise DataError(
-            f"{origin}: {key}: {first['msg']}",
-            f"did you mean {near}?"
-            if near
-            else f"use the keys {', '.join(ManifestLine.model_fields)}",
-        ) from None
+        remedy = f"correct {key}" if key in ManifestLine.model_fields else f"use {near}"
+        if first["type"] == "missing":
+            remedy = f"add {key}"
+        elif near is None:
+            remedy = f"use the keys {', '.join(ManifestLine.model_fields)}"
+        raise DataError(f"{origin}: {key}: {first['msg']}", remedy) from None
     except ValueError as error:
         why = getattr(error, "msg", error)
         raise DataError(f"{origin} is not JSON: {why}", "write one JSON object per line") from error

@@ -322,9 +322,9 @@ def test_errors_count_in_standard_deviations_whatever_the_loss_does(make_task, c
 # --- what a file may get wrong --------------------------------------------------------------------
 
 BAD = {
-    "data: {batch_sise: 8}": ["batch_sise", "try: did you mean batch_size?"],
-    "trainning: {num_epochs: 3}": ["trainning", "try: did you mean training?"],
-    "training: {loss: {pose_wait: 3}}": ["pose_wait", "try: did you mean pose_weight?"],
+    "data: {batch_sise: 8}": ["batch_sise", "try: use batch_size"],
+    "trainning: {num_epochs: 3}": ["trainning", "try: use training"],
+    "training: {loss: {pose_wait: 3}}": ["pose_wait", "try: use pose_weight"],
     "training: {lr_scaling: no}": ["training.lr_scaling=False", "unquoted"],
     "data: {batch_size: yes}": ["data.batch_size=True", "unquoted"],
     "wandb: {name: off}": ["wandb.name=False", "unquoted"],

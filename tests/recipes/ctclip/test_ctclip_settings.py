@@ -444,9 +444,9 @@ def settings_file(values, tmp_path):
     [
         (
             "training: {learning_rat: 1}",
-            ["'training.learning_rat'", "try: did you mean learning_rate?"],
+            ["'training.learning_rat'", "try: use learning_rate"],
         ),
-        ("trainig: {}", ["unknown key 'trainig'", "try: did you mean training?"]),
+        ("trainig: {}", ["unknown key 'trainig'", "try: use training"]),
         ("learning_rate: 2.5e-6", ["'learning_rate'", "write training.learning_rate: 2.5e-06"]),
         ("training: {mixed_precision: no}", ["training.mixed_precision", "quote it"]),
         ("data: {batch_size: yes}", ["data.batch_size", "quote it"]),
@@ -525,10 +525,13 @@ def faults() -> dict[str, tuple[Callable[[Path], None], list[str]]]:
     good = '{"volume": "volume_00002.npy", "report": "x"'
     return {
         "no JSON": (line("{volume"), ["is not JSON"]),
-        "no report": (line('{"volume": "volume_00002.npy"}'), ["report", "Field required"]),
+        "no report": (
+            line('{"volume": "volume_00002.npy"}'),
+            ["Field required", "try: add report"],
+        ),
         "a typing slip": (
             line(good + ', "intercep": 3}'),
-            ["intercep", "try: did you mean intercept?"],
+            ["intercep", "try: use intercept"],
         ),
         "labels": (line(good + ', "labels": [1, 0]}'), ["2 labels", "18 findings"]),
         "a label": (line(good + ', "labels": {"Cardiomegaly": 3}}'), ["Cardiomegaly 3"]),
