@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from lockstep import RunConfig, train_step
+from lockstep import RunConfig
 from lockstep.config import Cadence
 from lockstep.errors import ConfigError
 from lockstep.plan import BatchConfig
+from lockstep.step.train_step import TrainStep
 
 
 def refusal(values: dict[str, object]) -> ConfigError:
@@ -191,5 +192,5 @@ def test_a_fraction_means_what_was_written_not_the_float_next_to_it() -> None:
 
 
 def test_both_entrances_clip_nothing_unless_asked() -> None:
-    default = inspect.signature(train_step).parameters["max_grad_norm"].default
+    default = inspect.signature(TrainStep).parameters["max_grad_norm"].default
     assert RunConfig().max_grad_norm is default is None

@@ -6,6 +6,7 @@ LockstepError
 ├── LaunchError        the processes do not form one group
 ├── DataError          a sample, a file or a folder cannot be used
 ├── NonFiniteError     non-finite (NaN or Inf) loss or gradient
+├── OutOfMemoryError   a step did not fit in the memory of a rank
 ├── CheckpointError    a checkpoint cannot be read, or belongs to another run
 │   └── TakenOverError another run now saves into this folder
 ├── NotSavedError      the run was interrupted, and steps will be repeated
