@@ -58,9 +58,9 @@ def parse_model(kind: type[Model], values: Mapping[str, Any]) -> Model:
 
 @contextmanager
 def in_a_sentence(kind: type[BaseModel], values: Mapping[str, Any]) -> Iterator[None]:
-    """Convert pydantic's error about `values` into one sentence about the first problem.
+    r"""Convert pydantic's error about `values` into one sentence about the first problem.
 
-    A validator may raise `ValueError("problem\\n  try: remedy")`.
+    A validator may raise `ValueError("problem\n  try: remedy")`.
 
     Raises:
         ConfigError: instead of pydantic's error.

@@ -331,12 +331,12 @@ def resume_plan(
     changes = [*_plan_changes(stored, fresh), *others]
     changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes if old != new)
     if changed:
-        problem = f"the checkpoint was trained with other numbers: {changed}"
-        raise ConfigError(problem, f"use the old numbers, or {instead}")
+        problem = f"settings or data have changed since the checkpoint: {changed}"
+        raise ConfigError(problem, f"restore the old values, or {instead}")
     if fresh.world_size > stored.global_batch:
         raise ConfigError(
-            f"{fresh.world_size} ranks, but a step has {stored.global_batch} samples",
-            f"use {stored.global_batch} ranks or fewer, or {instead}",
+            f"a step has {stored.global_batch} samples, too few for {fresh.world_size} ranks",
+            f"use at most {count_ranks(stored.global_batch)}, or {instead}",
         )
     return stored.on_ranks(fresh.world_size)
 

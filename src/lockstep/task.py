@@ -108,13 +108,14 @@ class Context:
             self.changed_cut.raise_for_gather()
         if self.exact:
             raise ConfigError(
-                "the loss gathers, and exact mode must know that before the first step",
+                "the loss calls context.gather, which exact mode must know before the first step",
                 "set gathers = True in the task",
             )
         if not self.training and self.world.size > 1:
             raise ConfigError(
-                "a gather in evaluation: ranks hold different numbers of held-out batches",
-                "define Task.evaluate so that it does not gather",
+                "context.gather was called in an evaluation, where ranks have different numbers of "
+                "batches",
+                "define Task.evaluate without context.gather",
             )
 
 

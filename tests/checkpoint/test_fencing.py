@@ -157,7 +157,7 @@ def test_a_commit_that_comes_too_late_to_be_refused_is_never_resumed_from(
 
     with suspended(old_run, tmp_path / "told") as go_on:
         os.unlink(folder / "lock")
-        with pytest.raises(RuntimeError, match="died without a word"):
+        with pytest.raises(RuntimeError, match="ended without returning a result"):
             run_ranks(1, train, folder, 3, Killed)
         said = go_on()
     assert late.is_dir()

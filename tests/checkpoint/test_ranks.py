@@ -300,7 +300,7 @@ def test_a_rank_that_dies_in_its_share_leaves_the_checkpoint_before(
 
         CheckpointStore.write_share = write_share  # type: ignore[method-assign]
 
-    with pytest.raises(RuntimeError, match="rank 0 failed|rank 1 died without a word"):
+    with pytest.raises(RuntimeError, match="rank 0 failed|rank 1 ended without returning a result"):
         run(tmp_path, 2, plant)
     assert store(tmp_path).steps() == [2]
     assert content(tmp_path, 2) == content(whole, 2)

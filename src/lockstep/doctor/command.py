@@ -173,8 +173,8 @@ def _count(text: str, what: str, num_gpus: int = 0) -> int:
     number = whole_number(text)
     if not number:
         raise LaunchError(
-            f"{what}={plain(text)} starts no process",
-            f"pass {what}=2; without a GPU, so many processes run on the CPU",
+            f"{what}={plain(text)} is not a number of processes of 1 or more",
+            f"pass a number, such as {what}=2; without GPUs the processes run on the CPU",
         )
     return number
 

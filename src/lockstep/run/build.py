@@ -262,7 +262,8 @@ class _Builder:
         needs_epochs = config.schedule.warmup_epochs or not config.checkpoint.every_steps
         if is_stream(self.data) and needs_epochs:
             raise ConfigError(
-                "a stream of training data has no epochs to warm up by or to save after",
+                "the training data are a stream, which has no epochs: warm-up and saving must be set "
+                "in steps",
                 "set schedule.warmup_steps and checkpoint.every_steps",
             )
         return Loader(
@@ -345,7 +346,8 @@ class _Builder:
         has_scalar = any(p.dim() == 0 for p in model.parameters())
         if self.dtype == torch.float16 and is_sharded(model) and has_scalar:
             raise ConfigError(
-                "parallel=fsdp with fp16 needs parameters with an axis", "set precision=bf16"
+                "parallel=fsdp with precision=fp16 cannot train parameters without dimensions",
+                "set precision=bf16, or give scalar parameters one dimension",
             )
 
     def _build_optimizer(self) -> torch.optim.Optimizer:

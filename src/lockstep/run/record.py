@@ -212,8 +212,8 @@ def banner(run: Run) -> list[str]:
     ]
     if is_stream(run.loader.dataset):
         lines.append(
-            "the training data are a stream: read in order, and from the start again when it "
-            "ends; every rank reads all of it, and a resume reads it again up to its position"
+            "the training data are a stream: it is read in order, and again from the start when it "
+            "ends. Every rank reads all of it, and a resume reads it again up to its position"
         )
     if is_sharded(run.model):
         num = sum(map(is_sharded, run.model.modules())) - 1

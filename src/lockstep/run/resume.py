@@ -118,7 +118,8 @@ def agree_on_contract(
         raise ConfigError(
             f"the checkpoint was trained with global_batch_size {was.global_batch}, "
             f"this run asks for {asked}",
-            "use the old number, or pass accept_changes=true to continue with the new one",
+            f"set global_batch_size={was.global_batch}, or pass accept_changes=true to continue "
+            f"with {asked}",
         )
     agreed = fresh if is_other else resume_contract(stored, fresh, config.accept_changes)
     # On another number of ranks such a loss compares another number of samples at a time.
@@ -127,9 +128,9 @@ def agree_on_contract(
     if config.exact and agreed.plan.cut_for_ranks:
         if not config.accept_changes:
             raise ConfigError(
-                f"{world_size} ranks, but a step is {was.num_leaves} x {was.leaf_size} samples: "
-                "with smaller micro-batches exact mode would give other bits",
-                f"use {count_ranks(was.num_leaves)} or fewer, or pass accept_changes=true to "
+                f"a step has {was.num_leaves} x {was.leaf_size} samples, too few micro-batches for "
+                f"{world_size} ranks: smaller ones would change the bits of exact mode",
+                f"use at most {count_ranks(was.num_leaves)}, or pass accept_changes=true to "
                 "continue with smaller micro-batches and other bits",
             )
         # From now on the bits are again the same for any number of ranks.

@@ -34,7 +34,7 @@ def needed(owner: Any, path: str, use: str) -> Any:
             where = getattr(owner, "__name__", type(owner).__name__)
             raise ConfigError(
                 f"torch {torch.__version__} has no {where}.{path}, which lockstep needs {use}",
-                "install a version of torch that docs/versions.md lists",
+                "install a version of torch that lockstep was tested with: see docs/versions.md",
             )
         found = getattr(found, name)
     return found
