@@ -152,6 +152,7 @@ class OptimizedModule(nn.Module):
         (lambda: private.check_write_counter(object), "object._version"),
         (lambda: private.check_scaler(object()), "_found_inf_per_device"),  # type: ignore[arg-type]
         (lambda: private.uncompiled(OptimizedModule()), "_orig_mod"),
+        (lambda: private.gather_flat(SimpleNamespace()), "all_gather_into_tensor"),
         (lambda: private.started_processes(SimpleNamespace()), "_pcontext"),
         (lambda: private.started_processes(SimpleNamespace(_pcontext=1)), "_pc.processes"),
         (lambda: private.num_restarts_left(SimpleNamespace()), "_remaining_restarts"),
