@@ -31,7 +31,7 @@ from lockstep.signals import EXIT_CODES, EXIT_NOT_SAVED
 from lockstep.torch_compat.private import num_restarts_left, rule_out_restarts, started_processes
 
 LEFT_S = 15.0
-"""Ranks fail soon after the other nodes have left. Those still running after this time are stuck."""
+"""Ranks fail soon after the other nodes have left; those still running after this are stuck."""
 PEERS_S = 30.0
 """Time that the remaining ranks get to end after another rank has failed."""
 ABANDONED_PEERS_S = 5.0
@@ -102,7 +102,7 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _end_round(self, loss: str) -> RunResult:
-        """Report a lost node, so that the agent ends the ranks; with restarts left it then waits."""
+        """Report a lost node, so that the agent ends the ranks; it then waits if it may restart."""
         then = "try: run the same command on every node; it resumes from the newest checkpoint"
         if num_restarts_left(self):
             then = f"waiting up to {self.wait_s:g} s for it to come back"

@@ -428,7 +428,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(bad, tmp_path) -> None:
 def test_a_bad_command_line_is_refused(bad) -> None:
     bad("", ["--confg", "--config"], "--confg", "x.yaml")
     bad("", ["'batch_sise' in section data", "use batch_size"], "--set=data.batch_sise=3")
-    bad("", ["'checkpoint.keep_lost'", "keep_last"], "--set=checkpoint.keep_lost=3")
+    bad("", ["'keep_lost' in section checkpoint", "use keep_last"], "--set=checkpoint.keep_lost=3")
     bad("", ["none.yaml cannot be read"], "--config", "none.yaml")
 
 
