@@ -86,6 +86,11 @@ def test_a_wrong_value_is_named_by_its_path(values: dict[str, object], path: str
     assert refusal(values).problem.startswith(path)
 
 
+def test_the_old_name_of_a_value_is_still_accepted() -> None:
+    old = RunConfig.parse({"checkpoint": {"on_failed_save": "go_on"}})
+    assert old.checkpoint.on_failed_save == "continue"
+
+
 def test_several_mistakes_are_counted() -> None:
     assert "and 1 more" in refusal({"epochs": 0, "seed": "x"}).problem
 

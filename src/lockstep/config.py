@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from lockstep.data.loader import LoaderConfig
 from lockstep.dist.ddp import GradientConfig
@@ -82,9 +90,13 @@ class CheckpointConfig(Cadence):
     background: bool = True
     sharded: bool = False
     """Let every rank write a share of the state, instead of the first rank all of it."""
-    on_failed_save: Literal["stop", "go_on"] = "stop"
-    """`stop`: a failed save ends the run, before it can lose much. `go_on`: it warns and tries
-    again at the next one; only the last save of a run must succeed."""
+    on_failed_save: Annotated[
+        Literal["stop", "continue"],
+        BeforeValidator(lambda value: "continue" if value == "go_on" else value),
+    ] = "stop"
+    """`stop`: a failed save ends the run, before it can lose much. `continue` (formerly `go_on`,
+    which is still accepted): the run warns and tries again at the next save; only the last save of
+    a run must succeed."""
 
 
 class RunConfig(BaseModel):

@@ -451,7 +451,7 @@ def test_a_data_set_that_begins_to_draw_is_seeded_for_every_sample_of_that_leaf(
 
 
 class Printed(list[int]):
-    """Numbers with a print of their own."""
+    """Numbers with a fingerprint of their own."""
 
     def fingerprint(self) -> list[str]:
         return [str(number) for number in self]

@@ -183,7 +183,7 @@ def test_exact_mode_keeps_its_bits_or_asks(
     ) in capfd.readouterr().out
     # From there on the bits belong to the step again: the smaller micro-batches stay.
     plan = checkpoint_of(two).meta["contract"]["plan"]
-    assert (plan["halvings"], plan["cut_for_ranks"]) == (1, 0)
+    assert (plan["halvings"], plan["split_for_ranks"]) == (1, 0)
     run_ranks(1, train, Tiny, two, {"exact": True})
     run_ranks(2, train, Tiny, one, {**accepted, "max_steps": 5})
     run_ranks(2, train, Tiny, one, {"exact": True})

@@ -52,7 +52,7 @@ from lockstep.run.resume import (
     choose_checkpoint,
     contract_or_refusal,
     free_settings,
-    take_prints,
+    take_fingerprints,
 )
 from lockstep.run.run import Run
 from lockstep.run_files import refuse_link, refuse_shared
@@ -333,8 +333,8 @@ class DoctorCallback(Callback):
         free = free_settings(saved)
         changes = changed_settings(saved, config, task.settings(), task.may_change, free)
         if saved is not None:
-            prints = take_prints(data, run.held_out, config.seed, saved, False)
-            changes += changed_data(saved, prints, {"training": data, "held-out": run.held_out})
+            now = take_fingerprints(data, run.held_out, config.seed, saved, False)
+            changes += changed_data(saved, now, {"training": data, "held-out": run.held_out})
         gathers = task.gathers and not config.exact
         contract = contract_or_refusal(
             saved,

@@ -44,8 +44,9 @@ def free_port() -> int:
     """Return a free port that no other caller of this function gets soon after.
 
     A process reserves a port with an abstract socket of the same number, until it ends or has asked
-    for many more ports. So concurrent processes get different ports, and no file is left behind. The
-    ports are below the kernel's ephemeral range, so no outgoing connection uses one before its caller.
+    for many more ports. So concurrent processes get different ports, and no file is left behind.
+    The ports are below the kernel's ephemeral range, so no outgoing connection uses one before its
+    caller does.
     """
     end = _first_ephemeral_port()
     begin = end // 2

@@ -239,8 +239,8 @@ def banner(run: Run) -> list[str]:
         lines.append(f"warning: the bits may differ from here on: {', '.join(changed)}")
     if not run.model.training:
         lines.append("warning: build_model returned the model in evaluation mode; it stays there")
-    owes_evaluation = run.progress.owes_evaluation and run.held_out is not None
-    if owes_evaluation:
+    evaluation_pending = run.progress.evaluation_pending and run.held_out is not None
+    if evaluation_pending:
         lines.append(f"evaluating first: the evaluation at step {run.progress.step} is missing")
     elif run.resumed_from is not None and run.progress.step >= total_steps:
         lines.append(f"nothing to do: the run is complete at step {run.progress.step}")

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.dist import position
-from lockstep.dist.batch_norm import padding, refuse_other_cut, refuse_padding
+from lockstep.dist.batch_norm import padding, refuse_changed_split, refuse_padding
 from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import LockstepError
@@ -163,8 +163,8 @@ class TrainStep:
     def check(self, batch: StepBatch) -> None:
         """Refuse an optimizer or a batch with which ranks would not train as one does."""
         self.reduction.check_optimizer(self.optimizer)
-        if batch.changed_cut:
-            refuse_other_cut(unwrap(self.model), batch.changed_cut)
+        if batch.changed_split:
+            refuse_changed_split(unwrap(self.model), batch.changed_split)
         if batch.num_leaves % self.world.size:
             refuse_padding(unwrap(self.model), batch.num_leaves, self.world.size)
 
@@ -242,7 +242,7 @@ class Passes:
             weights=self.totals,
             gathered=gathered,
             exact=step.reduction.is_exact,
-            changed_cut=self.batch.changed_cut,
+            changed_split=self.batch.changed_split,
         )
         with step.autocast:
             result = step.loss(model, micro_batch.data, context)

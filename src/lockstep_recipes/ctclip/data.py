@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveFloat, ValidationError
 from torch import Tensor
 
-from lockstep.data.fingerprint import Span, file_prints
+from lockstep.data.fingerprint import Span, file_fingerprints
 from lockstep.errors import DataError, closest
 from lockstep.text_input import parse_json
 
@@ -341,7 +341,7 @@ class VolumeData:
                 voxels = (e.path, e.offset, e.offset + 2 * int(np.prod(e.shape)))
             facts = (e.path.name, e.report, sorted(e.findings.items()), e.spacing, e.slope)
             found.append((repr((*facts, e.intercept)), [voxels]))
-        return file_prints(found)
+        return file_fingerprints(found)
 
 
 def read_voxels(entry: Entry) -> NDArray[Any]:
