@@ -79,7 +79,7 @@ class Loader:
     Pass `plan` or `batch_size`. To continue where a run stopped, call `load_state_dict`, or
     `seek`: samples before that position are not read.
 
-    A resume on another number of ranks may split a step into other micro-batches. `train_step`
+    A resume on a different number of ranks may split a step into other micro-batches. `train_step`
     refuses them if that changes the loss, unless `accept_changes` is true. Likewise the first
     iteration after a resume refuses data that changed since the checkpoint.
 

@@ -122,7 +122,7 @@ def agree_on_contract(
             f"with {asked}",
         )
     agreed = fresh if is_other else resume_contract(stored, fresh, config.accept_changes)
-    # On another number of ranks such a loss compares another number of samples at a time.
+    # On a different number of ranks such a loss compares a different number of samples at a time.
     if gathers and not config.accept_changes:
         SplitChange(was, agreed.plan).raise_for_gather()
     if config.exact and agreed.plan.split_for_ranks:
@@ -156,7 +156,7 @@ def _stored_contract(checkpoint: Checkpoint) -> Contract:
 def check_batch_norm(
     model: nn.Module, checkpoint: Checkpoint | None, plan: BatchPlan, config: RunConfig
 ) -> None:
-    """Refuse a resume in which batch normalisation sees another number of samples at a time.
+    """Refuse a resume in which batch normalisation sees a different number of samples at a time.
 
     Raises:
         ConfigError: with the number of samples, before and now.

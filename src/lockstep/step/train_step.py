@@ -72,11 +72,11 @@ def train_step(
 
 
 class TrainStep:
-    """Takes the steps of one model. How it reduces and updates is chosen once, here.
+    """Takes the steps of one model. The classes that reduce and update are chosen here, once.
 
     Args:
         weights: A task's `weights`, for a loss of several terms with units of their own.
-        seed: Of the random numbers of the model and the loss.
+        seed: The seed of the random numbers in the model and the loss.
         exact_reducer: Exact mode's gradient reducer; `model` was replicated with it.
         non_finite: From `new_non_finite_flag`: a sticky flag on the GPU. Once it is set, later
             steps leave the weights unchanged, so that the host need not look at each. Not with a
@@ -161,7 +161,7 @@ class TrainStep:
         return report
 
     def check(self, batch: StepBatch) -> None:
-        """Refuse an optimizer or a batch with which ranks would not train as one does."""
+        """Refuse an optimizer or a batch with which several ranks would train differently from one."""
         self.reduction.check_optimizer(self.optimizer)
         if batch.changed_split:
             refuse_changed_split(unwrap(self.model), batch.changed_split)

@@ -22,7 +22,7 @@ REHEARSAL_IMAGES = 1024
 
 
 def flags() -> Flags:
-    """Return the parser: the flags of the guide under its names, then our own."""
+    """Return the parser: the original script's flags under their names, then our own."""
     parser = Flags(
         "jit",
         "Train JiT, a diffusion transformer that predicts the clean image from its pixels.",

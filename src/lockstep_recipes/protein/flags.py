@@ -23,7 +23,7 @@ LOWEST_LR = 1e-6
 
 
 def flags() -> Flags:
-    """Return the parser: the flags of the guide under its names, then our own."""
+    """Return the parser: the original script's flags under their names, then our own."""
     parser = Flags(
         "protein",
         "Train a network that designs protein side chains on a fixed backbone.",
