@@ -161,7 +161,7 @@ class TrainStep:
         return report
 
     def check(self, batch: StepBatch) -> None:
-        """Refuse an optimizer or a batch with which several ranks would train differently from one."""
+        """Refuse an optimizer or a batch with which several ranks would not train like one."""
         self.reduction.check_optimizer(self.optimizer)
         if batch.changed_split:
             refuse_changed_split(unwrap(self.model), batch.changed_split)
