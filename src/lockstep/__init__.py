@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lockstep.callback import Callback
     from lockstep.checkpoint.store import CheckpointStore
     from lockstep.config import RunConfig
-    from lockstep.data.fingerprint import file_prints
+    from lockstep.data.fingerprint import file_fingerprints
     from lockstep.data.loader import Loader, plan_for
     from lockstep.dist.ddp import Averaging, unwrap
     from lockstep.dist.fsdp import shard
@@ -44,7 +44,7 @@ _HOMES = {
     "Task": "lockstep.task",
     "Trainer": "lockstep.trainer",
     "World": "lockstep.dist.world",
-    "file_prints": "lockstep.data.fingerprint",
+    "file_fingerprints": "lockstep.data.fingerprint",
     "fit": "lockstep.trainer",
     "plan_for": "lockstep.data.loader",
     "prepare": "lockstep.run.build",
@@ -70,7 +70,7 @@ __all__ = [
     "Task",
     "Trainer",
     "World",
-    "file_prints",
+    "file_fingerprints",
     "fit",
     "plan_for",
     "prepare",

@@ -54,6 +54,9 @@ from lockstep.nested import tensors_in
 
 _log = logging.getLogger("lockstep")
 
+CHECK_FOLDER = "check the permissions of the folder, and that its disk is mounted and not full"
+"""The remedy for an error of the file system."""
+
 _GENERATION = re.compile(r"\.g(\d+)$")
 """The generation at the end of an unfinished name."""
 
@@ -165,7 +168,7 @@ class CheckpointStore:
     def begin(self, step: int, num_needed: int = 0, replace: bool = False) -> bool:
         """Prepare for the files of a checkpoint; return False if a valid one must be kept."""
         if step < 0:
-            raise CheckpointError(f"a run cannot be at step {step}", "count from 0")
+            raise CheckpointError(f"step {step} cannot be saved", "pass a step of 0 or more")
         final = self.path(step)
         with self._reporting(step, num_needed):
             if not self.generation and generation.claims(self.folder):
@@ -214,7 +217,7 @@ class CheckpointStore:
             try:
                 self._restore(path)
             except OSError as error:
-                raise CheckpointError(f"cannot rename {path}: {error}", "check the disk") from error
+                raise CheckpointError(f"cannot rename {path}: {error}", CHECK_FOLDER) from error
 
     def _restore(self, hidden: Path) -> None:
         """Rename a replaced checkpoint back, unless the new one was committed."""
@@ -240,11 +243,11 @@ class CheckpointStore:
             is_taken = os.path.lexists(link) and not link.is_symlink()
             if is_taken or alias == "lock" or STEP_FOLDER.fullmatch(alias):
                 problem = f"{link} cannot be used as the name of a checkpoint"
-                raise CheckpointError(problem, "use another name")
+                raise CheckpointError(problem, "use a name such as best_model.pt")
             try:
                 self._point(link, target.name)
             except OSError as error:
-                raise CheckpointError(f"cannot name {link}: {error}", "check the folder") from error
+                raise CheckpointError(f"cannot create {link}: {error}", CHECK_FOLDER) from error
         return link
 
     def aliases(self) -> dict[str, str]:
@@ -449,7 +452,7 @@ class CheckpointStore:
             self.generation = generation.claim(self.folder, above, steps).number
         except OSError as error:
             raise CheckpointError(
-                f"cannot take over {self.folder}: {error}", "check the folder and its disk"
+                f"cannot take over {self.folder}: {error}", CHECK_FOLDER
             ) from error
         return self.generation
 
@@ -499,13 +502,15 @@ class CheckpointStore:
                 os.rename(old, new)
                 flush_folder(self.folder)
             except OSError as error:
-                raise CheckpointError(f"cannot set {old} aside: {error}", "move it") from error
+                raise CheckpointError(
+                    f"cannot rename {old} to {new.name}: {error}", CHECK_FOLDER
+                ) from error
             moved.append(new)
         try:
             self._update_aliases()
         except OSError as error:
             raise CheckpointError(
-                f"cannot move names in {self.folder}: {error}", "check the folder and its disk"
+                f"cannot update the links in {self.folder}: {error}", CHECK_FOLDER
             ) from error
         return moved
 
@@ -529,7 +534,7 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"cannot list {self.folder}: {error}", "check it") from error
+            raise CheckpointError(f"cannot list {self.folder}: {error}", CHECK_FOLDER) from error
 
     def _is_saved(self, path: Path) -> bool:
         try:
@@ -591,7 +596,7 @@ class CheckpointStore:
                 generation.raise_if_taken_over(self.folder, self.generation)
             except OSError as error:
                 raise CheckpointError(
-                    f"cannot list {self.folder}: {error}", "check the folder and its disk"
+                    f"cannot list {self.folder}: {error}", CHECK_FOLDER
                 ) from error
 
     @contextmanager
@@ -607,7 +612,7 @@ class CheckpointStore:
         try:
             return generation.newest(self.folder)
         except OSError as error:
-            raise CheckpointError(f"cannot list {self.folder}: {error}", "check it") from error
+            raise CheckpointError(f"cannot list {self.folder}: {error}", CHECK_FOLDER) from error
 
     def _accepted(self) -> dict[int, int]:
         """Return the steps with a readable and valid manifest, each with its generation."""
@@ -631,7 +636,8 @@ class CheckpointStore:
                 raise CheckpointError(
                     f"cannot save step {step} in {self.folder}: {error} "
                     f"({needed}{_free_bytes(self.folder)} free)",
-                    "make room or use another folder; earlier checkpoints are unchanged",
+                    "free space on the disk, or save into another folder; earlier checkpoints are "
+                    "unchanged",
                 ) from error
 
     def _of_this_recipe(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -648,7 +654,7 @@ class CheckpointStore:
         guess = closest(Path(wanted).name, existing)
         return CheckpointError(
             f"{wanted!r} is not a checkpoint; {self.folder} holds {', '.join(existing) or 'none'}",
-            f"did you mean {guess!r}?" if guess else "pass a step folder or one of those names",
+            f"use {guess!r}" if guess else "pass a step folder or one of those names",
         )
 
 

@@ -14,6 +14,8 @@ from lockstep.data.batch import StepBatch
 from lockstep.data.ledger import Ledger
 from lockstep.step.report import StepReport
 
+OLD_NAMES = {"owes_evaluation": "evaluation_pending"}
+"""Fields that older checkpoints store under another name."""
 MAX_PENDING = 1000
 """The most steps whose numbers stay on the device before they are added up: 1 MB."""
 
@@ -32,7 +34,7 @@ class Progress:
     """Sum and weight of the loss and of each part since the epoch began."""
     pending: list[tuple[int, StepReport]] = field(default_factory=list)
     """Steps that are not in these sums yet."""
-    owes_evaluation: bool = False
+    evaluation_pending: bool = False
     """Whether an evaluation was due and failed or was interrupted. A resume starts with it."""
     non_finite_step: tuple[int, float, float, float] | None = None
     """The first non-finite step, with its loss, gradient norm and weight."""
