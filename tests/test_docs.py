@@ -16,10 +16,14 @@ import pytest
 import torch
 import yaml
 from pydantic import BaseModel
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import default_collate
 
-from lockstep import RunConfig
+from lockstep import RunConfig, fit
 from lockstep.errors import ConfigError
 from lockstep.plan import BatchConfig, RateConfig, plan_batches, scaled_rate
+from lockstep.schedule import ScheduleConfig, build_schedule
 from lockstep.testing import TinyTask
 from lockstep_recipes.command import Flags
 from lockstep_recipes.jit.flags import flags
@@ -201,18 +205,69 @@ def test_the_snippet_on_the_front_page_trains(
     assert (tmp_path / "run" / "checkpoints" / "step_00000020" / "model.safetensors").exists()
 
 
-def test_the_loop_that_is_shown_trains_and_so_does_the_average_that_is_put_into_it(
-    tmp_path: Path,
-) -> None:
-    loop, average = blocks(ROOT / "docs" / "own_loop.md", "python")
+STEPS = re.compile(r"^    for batch in trainer\.steps\(\):\n(?: {8}.*\n)+", re.MULTILINE)
+
+
+def test_the_loops_that_are_shown_train_as_fit_does(tmp_path: Path) -> None:
+    """The averaging that is shown, put into either, does not change what is too small to clip."""
+    _, loop, own_step, average = blocks(ROOT / "docs" / "own_loop.md", "python")
+    assert own_step.startswith("for batch in trainer.steps():")
+    loops = {"loop": loop, "own_step": STEPS.sub(textwrap.indent(own_step, "    "), loop)}
     put_in = textwrap.indent(average, "    ")
-    changed = re.sub(r"^(    run = prepare.*\n)", rf"\1{put_in}", loop, flags=re.MULTILINE)
-    assert changed != loop
-    for name, snippet in {"loop": loop, "changed": changed}.items():
-        config = RunConfig(output_dir=str(tmp_path / name), epochs=1)
-        given = {"task": TinyTask(), "config": config, "my_schedule": lambda step: 1e-3}
-        exec(compile(snippet, "own_loop.md", "exec"), given)
-        assert (tmp_path / name / "checkpoints" / "step_00000001").exists()
+    for name, code in tuple(loops.items()):
+        loops[f"{name}_averaging"] = re.sub(
+            r"^(    run = prepare.*\n)", rf"\1{put_in}", code, flags=re.M
+        )
+    assert len(set(loops.values())) == 4
+    settings = {
+        "seed": 3,
+        "epochs": 2,
+        "max_grad_norm": 0.01,
+        "precision": "bf16",
+        "batch": {"batch_size": 4, "accumulate": 3},
+        "schedule": {"warmup_steps": 4},
+        "sinks": {"curves": False},
+    }
+    warmup = build_schedule(ScheduleConfig(warmup_steps=4), None, 8)
+    weights = {}
+    for name in ("fit", *loops):
+        config = RunConfig(output_dir=str(tmp_path / name), **settings)
+        task = TinyTask(dropout=0.5)
+        if name == "fit":
+            fit(task, config)
+        else:
+            given = {"task": task, "config": config, "my_factor": warmup}
+            exec(compile(loops[name], "own_loop.md", "exec"), given)
+        weights[name] = load_file(tmp_path / name / "checkpoints/step_00000008/model.safetensors")
+    for name, found in weights.items():
+        assert all(torch.equal(found[key], tensor) for key, tensor in weights["fit"].items()), name
+
+
+class TiedWithBatchNorm(TinyTask):
+    """Two tied layers, batch normalisation, and a frozen layer: what an average does not hold."""
+
+    def build_model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 3))
+        model[2].weight = model[0].weight
+        model[3].requires_grad_(False)
+        return model.double()
+
+
+def test_the_averaged_weights_that_are_loaded_are_those_that_the_run_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (snippet,) = blocks(ROOT / "docs" / "checkpoints.md", "python")
+    settings = {"epochs": 4, "averages": [0.999], "rate": {"lr": 0.05}, "sinks": {"curves": False}}
+    task = TiedWithBatchNorm()
+    metrics = fit(task, RunConfig(output_dir=str(tmp_path / "output"), **settings)).metrics
+    assert metrics["ema_loss"] != pytest.approx(metrics["loss"], rel=1e-3)
+    newest = max((tmp_path / "output" / "checkpoints").glob("step_*"))
+    monkeypatch.chdir(tmp_path)
+    model = task.build_model()
+    exec(compile(snippet.replace("best_model.pt", newest.name), "checkpoints.md", "exec"), locals())
+    batch = default_collate(task.eval_data())
+    loss = task.loss(model, batch, context=None)  # type: ignore[arg-type]
+    assert float(loss.loss_sum.detach() / loss.weight) == pytest.approx(metrics["ema_loss"], rel=1e-12)
 
 
 def slug(heading: str) -> str:

@@ -1,6 +1,7 @@
 """The example that the guide to own loops shows is the script it says, with five lines changed."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,53 @@ def test_two_networks_on_ranks_are_those_of_one_also_after_a_kill(tmp_path: Path
     one, two, killed = (both_networks(tmp_path / name) for name in ("one", "two", "killed"))
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-12
     assert all(torch.equal(two[name], killed[name]) for name in two)
+
+
+# --- Validation, a scheduler and an average, as docs/own_loop.md puts them into the five lines ----
+
+
+def with_validation(folder: Path) -> str:
+    """Write the example with the page's lines in place of its own; return its path."""
+    page = (EXAMPLES.parent / "docs" / "own_loop.md").read_text()
+    shown = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    kept, found, _ = (EXAMPLES / "five_lines.py").read_text().partition("store.load_into")
+    assert found
+    script = folder / "validated.py"
+    script.write_text(kept + shown)
+    return str(script)
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max((folder / "run").glob("step_*"))
+    files = ("model", "average", "optimizer")
+    return {f"{n} {k}": v for n in files for k, v in load_file(newest / f"{n}.safetensors").items()}
+
+
+def test_validation_counts_each_sample_once_and_a_resume_keeps_scheduler_and_average(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = with_validation(tmp_path)
+    printed = {}
+    for name, ranks, stop_after in [("one", 1, None), ("two", 2, None), ("killed", 2, 19)]:
+        (tmp_path / name).mkdir()
+        if stop_after:
+            with pytest.raises(RuntimeError, match="died|ended without"):
+                run_ranks(ranks, in_folder, script, tmp_path / name, stop_after)
+        run_ranks(ranks, in_folder, script, tmp_path / name)
+        out = capfd.readouterr().out
+        printed[name] = re.findall(r"step (\d+): held-out loss ([\d.]+)", out)
+    assert [step for step, _ in printed["two"]] == ["8", "16", "24", "32", "40"]
+    assert set(printed["killed"]) == set(printed["two"])
+    straight, killed = saved(tmp_path / "two"), saved(tmp_path / "killed")
+    assert all(torch.equal(killed[name], tensor) for name, tensor in straight.items())
+
+    average = saved(tmp_path / "one")
+    network = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    prefix = "average module."
+    network.load_state_dict({k.removeprefix(prefix): v for k, v in average.items() if prefix in k})
+    torch.manual_seed(0)
+    torch.randn(512, 8)
+    torch.nn.Linear(8, 64), torch.nn.Linear(64, 1)  # as the script draws
+    x = torch.randn(100, 8)
+    loss = (network(x) - x.sin().sum(dim=1, keepdim=True)).square().mean()
+    assert float(printed["one"][-1][1]) == pytest.approx(float(loss), abs=1e-4)
