@@ -162,4 +162,4 @@ def test_validation_counts_each_sample_once_and_a_resume_keeps_scheduler_and_ave
     torch.nn.Linear(8, 64), torch.nn.Linear(64, 1)  # as the script draws
     x = torch.randn(100, 8)
     loss = (network(x) - x.sin().sum(dim=1, keepdim=True)).square().mean()
-    assert float(printed["one"][-1][1]) == pytest.approx(float(loss), abs=1e-4)
+    assert float(printed["one"][-1][1]) == pytest.approx(float(loss.detach()), abs=1e-4)
