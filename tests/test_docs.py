@@ -11,6 +11,7 @@ import sys
 import textwrap
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import default_collate
 
-from lockstep import RunConfig, fit
+from lockstep import RunConfig, StepReport, Task, fit
 from lockstep.errors import ConfigError
 from lockstep.plan import BatchConfig, RateConfig, plan_batches, scaled_rate
 from lockstep.schedule import ScheduleConfig, build_schedule
-from lockstep.testing import TinyTask
+from lockstep.testing import TinyTask, run_ranks
 from lockstep_recipes.command import Flags
 from lockstep_recipes.jit.flags import flags
 
@@ -216,7 +217,7 @@ def test_the_loops_that_are_shown_train_as_fit_does(tmp_path: Path) -> None:
     put_in = textwrap.indent(average, "    ")
     for name, code in tuple(loops.items()):
         loops[f"{name}_averaging"] = re.sub(
-            r"^(    run = prepare.*\n)", rf"\1{put_in}", code, flags=re.M
+            r"^(    run = prepare.*\n)", rf"\1{put_in}", code, flags=re.MULTILINE
         )
     assert len(set(loops.values())) == 4
     settings = {
@@ -267,7 +268,59 @@ def test_the_averaged_weights_that_are_loaded_are_those_that_the_run_measured(
     exec(compile(snippet.replace("best_model.pt", newest.name), "checkpoints.md", "exec"), locals())
     batch = default_collate(task.eval_data())
     loss = task.loss(model, batch, context=None)  # type: ignore[arg-type]
-    assert float(loss.loss_sum.detach() / loss.weight) == pytest.approx(metrics["ema_loss"], rel=1e-12)
+    assert float(loss.loss_sum.detach() / loss.weight) == pytest.approx(
+        metrics["ema_loss"], rel=1e-12
+    )
+
+
+# --- The page of a Task ---------------------------------------------------------
+
+
+def task_example() -> Any:
+    spec = importlib.util.spec_from_file_location("task_example", ROOT / "examples" / "task.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_a_task_shows_the_example_as_it_is() -> None:
+    shown = blocks(ROOT / "docs" / "task.md", "python")
+    code = (ROOT / "examples" / "task.py").read_text()
+    assert all(f"\n{block}" in code for block in shown)
+    places = [code.index(f"\n{block}") for block in shown]
+    assert sorted(places) == places
+
+
+def test_the_page_of_a_task_lists_every_method_attribute_and_field() -> None:
+    page = (ROOT / "docs" / "task.md").read_text()
+    cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    names = {name for cell in cells for name in re.findall(r"`(\w+)[`(]", cell)}
+    public = {name for kind in (Task, StepReport) for name in dir(kind) if not name.startswith("_")}
+    assert names == public
+
+
+def trained_tagger(kind: str, folder: Path) -> dict[str, float]:
+    config = RunConfig(
+        output_dir=str(folder),
+        epochs=2,
+        batch={"batch_size": 16, "global_batch_size": 32},
+        rate={"lr": 3e-3},
+        sinks={"curves": False},
+        timeout_s=30,
+    )
+    return dict(fit(getattr(task_example(), kind)(), config).metrics)
+
+
+@pytest.mark.parametrize("kind", ["Tagger", "TaggerOfTwoTerms"])
+def test_the_task_that_is_shown_learns_the_same_on_two_ranks(kind: str, tmp_path: Path) -> None:
+    (one,) = run_ranks(1, trained_tagger, kind, tmp_path / "1")
+    two, other = run_ranks(2, trained_tagger, kind, tmp_path / "2")
+    assert one.keys() == {"loss", "accuracy", "f1"}
+    assert two == other
+    assert two == pytest.approx(one, rel=1e-3)
+    assert one["accuracy"] > 0.8
 
 
 def slug(heading: str) -> str:
