@@ -1,4 +1,4 @@
-"""Four callbacks: early stopping, learning rates, a gradient histogram, another library's logger.
+"""Five callbacks: early stopping, learning rates, a gradient histogram, two loggers.
 
 docs/callbacks.md shows them; a test keeps the two the same.
 """
@@ -76,6 +76,25 @@ class LibraryLogger(Callback):
             self.log({f"held_out/{name}": value for name, value in metrics.items()}, step=run.step)
 
 
+class TextLog(Callback):
+    """Write a line of step and loss to a file; a resume removes the lines that it will repeat."""
+
+    def __init__(self, path="losses.txt", every=50):
+        self.path, self.every = Path(path), every
+
+    def on_run_start(self, run):
+        if run.world.is_first and self.path.exists():
+            lines = self.path.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]  # a kill may cut the last one
+            kept = [line for line in whole if int(line.split()[0]) <= run.step]
+            self.path.write_text("".join(kept))
+
+    def on_step_end(self, run, batch, report):
+        if run.step % self.every == 0 and run.world.is_first:
+            with self.path.open("a") as file:
+                file.write(f"{run.step} {float(report.loss):.6g}\n")
+
+
 class Waves(Task):
     name = "waves"
 
@@ -104,6 +123,7 @@ def write_line(metrics, step):
 
 
 if __name__ == "__main__":
-    callbacks = [EarlyStopping(), LearningRates(), GradientHistogram(), LibraryLogger(write_line)]
+    callbacks = [EarlyStopping(), LearningRates(), GradientHistogram()]
+    callbacks += [LibraryLogger(write_line), TextLog()]
     result = fit(Waves(), RunConfig(output_dir="waves", epochs=20), callbacks)
     raise SystemExit(result.exit_code)

@@ -396,6 +396,7 @@ def run_example(folder: Path, patience: int) -> list[Any]:
         module.LearningRates(),
         module.GradientHistogram(),
         module.LibraryLogger(module.write_line, every=2),
+        module.TextLog(every=2),
     ]
     result = fit(module.Waves(), config, callbacks)
     return [result.step, result.stop_reason]
@@ -416,6 +417,19 @@ def test_the_examples_of_the_documentation_work(num_ranks: int, tmp_path: Path) 
     lines = (tmp_path / "metrics.txt").read_text().splitlines()
     assert lines[0].startswith("2 {'train/loss'")
     assert any(line.startswith(f"{step // 3} {{'held_out/loss'") for line in lines)
+
+
+def test_the_text_log_of_a_run_that_was_killed_has_every_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "losses.txt"
+    path.write_text("7 0.5\n")  # of an earlier run
+    text_log = example().TextLog
+    fit(TinyTask(), config_for(tmp_path / "run", max_steps=4), [text_log(path, every=1)])
+    before = path.read_text()
+    path.write_text(before + "5 0.25\n6 0.125\n1")  # steps after the last save, and a cut line
+    fit(TinyTask(), config_for(tmp_path / "run"), [text_log(path, every=1)])
+    assert path.read_text().startswith(before)
+    steps = [line.split()[0] for line in path.read_text().splitlines()]
+    assert steps == ["1", "2", "3", "4", "5", "6"]
 
 
 def test_the_documentation_shows_the_examples_as_they_are() -> None:
