@@ -31,10 +31,20 @@ SAME_CALLBACKS = (
 class RunView(Protocol):
     """The attributes of a run that every callback can use, in `fit` and in a custom loop."""
 
+    task: Any
+    """None in a custom loop, as are `config` and `held_out`."""
+    config: Any
+    """The `RunConfig`."""
+    held_out: Any
+    """The held-out samples, or None."""
     world: Any
     model: nn.Module
     """The wrapped model: `lockstep.unwrap(model)` is the module that the task built."""
     optimizer: Optimizer
+
+    @property
+    def is_custom_loop(self) -> bool:
+        """Whether the loop has no trainer, and only what this class lists."""
 
     @property
     def step(self) -> int:

@@ -28,6 +28,9 @@ class CustomLoop:
     The loop ends with the `Loader` of the last batch.
     """
 
+    is_custom_loop = True
+    task = config = held_out = None
+
     def __init__(self, world: Collectives, callbacks: Callbacks) -> None:
         self.world = world
         self.callbacks = callbacks

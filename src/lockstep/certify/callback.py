@@ -23,7 +23,6 @@ from lockstep.dist.environment import tool_folder
 from lockstep.errors import ConfigError
 from lockstep.harness.attach import KILLED, TRACE, read_settings
 from lockstep.nested import map_leaves
-from lockstep.run.run import Run
 from lockstep.step.report import StepReport
 from lockstep.task import Task
 
@@ -51,9 +50,9 @@ class CertifyCallback(Callback):
         self.combines_ranks = self.settings.most_ranks > 0 and combines_ranks(task, config)
         return config
 
-    def on_run_start(self, run: RunView) -> None:
+    def on_run_start(self, run: Any) -> None:
         """Choose when the run saves and evaluates, and begin its trace."""
-        if not isinstance(run, Run):
+        if run.is_custom_loop:
             raise ConfigError(
                 "a loop around train_step alone leaves nothing to compare",
                 "write the loop with prepare and a Trainer, as docs/own_loop.md shows",

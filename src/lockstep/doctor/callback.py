@@ -28,10 +28,9 @@ from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock
 from lockstep.checkpoint.layout import flush_folder, num_bytes
 from lockstep.config import RunConfig
 from lockstep.data.batch import StepBatch
-from lockstep.data.loader import STREAM_LENGTH, Loader
-from lockstep.data.order import leaves_of, num_leaves_of
+from lockstep.data.loader import STREAM_LENGTH
+from lockstep.data.order import leaves_of
 from lockstep.data.reader import build_reader, is_stream
-from lockstep.dist.batch_norm import padded_step, refuse_padding
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.environment import launched_rank, leave_process, tool_folder
 from lockstep.dist.fsdp import is_sharded, local_rows
@@ -44,14 +43,10 @@ from lockstep.observe.events import log_name
 from lockstep.observe.sinks import SinkConfig
 from lockstep.phases import Phase
 from lockstep.plan import BatchConfig, BatchPlan, Contract, RateConfig, plan_batches, scaled_rate
+from lockstep.run.build import build_loader, check_model, plan_run
 from lockstep.run.resume import (
-    agree_on_contract,
     changed_data,
-    changed_settings,
-    check_batch_norm,
     choose_checkpoint,
-    contract_or_refusal,
-    free_settings,
     take_prints,
 )
 from lockstep.run.run import Run
@@ -303,7 +298,7 @@ class DoctorCallback(Callback):
     def on_run_start(self, run: Any) -> None:
         """Check what depends on the job's true number of ranks; then time the loader."""
         found = self.found
-        if not isinstance(run, Run):
+        if run.is_custom_loop:
             found.task = "a custom loop"
             found.device = str(run.world.device)
             found.free_memory_bytes = free_memory(run.world.device)
@@ -329,35 +324,15 @@ class DoctorCallback(Callback):
     def _check_contract(self, run: Run) -> Contract:
         """Return the batch and rate of the job on its true number of ranks."""
         task, config, saved, found = self.task, self.config, self.checkpoint, self.found
-        data, model = run.loader.dataset, unwrap(run.model)
-        free = free_settings(saved)
-        changes = changed_settings(saved, config, task.settings(), task.may_change, free)
+        data = run.loader.dataset
+        changes = []
         if saved is not None:
             prints = take_prints(data, run.held_out, config.seed, saved, False)
-            changes += changed_data(saved, prints, {"training": data, "held-out": run.held_out})
-        gathers = task.gathers and not config.exact
-        contract = contract_or_refusal(
-            saved,
-            config,
-            changes,
-            lambda: agree_on_contract(config, data, self.world_size, saved, gathers),
-        )
+            changes = changed_data(saved, prints, {"training": data, "held-out": run.held_out})
+        contract = plan_run(task, config, data, self.world_size, saved, changes)
         plan = contract.plan
-        loader = Loader(
-            data,
-            run.world,
-            plan=plan,
-            epochs=config.epochs,
-            max_steps=config.max_steps,
-            seed=config.seed,
-            order=run.loader.order,
-            collate=task.collate,
-            config=config.loader,
-        )
-        check_batch_norm(model, saved, plan, config)
-        step = padded_step(plan, loader.total_steps)
-        if step is not None:
-            refuse_padding(model, num_leaves_of(plan, step), self.world_size)
+        loader = build_loader(task, config, data, run.world, plan)
+        check_model(unwrap(run.model), loader, saved, config)
         found.contract = contract.describe()
         found.total_steps = loader.total_steps
         found.steps_per_epoch = plan.steps_per_epoch
@@ -419,14 +394,14 @@ class DoctorCallback(Callback):
         """Start the clock."""
         self.begin("step")
         device = run.world.device
-        if not isinstance(run, Run):
+        if run.is_custom_loop:
             self._weigh(batch)
             run.world.phase.listeners.append(self.on_phase)
         if device.type == "cuda" and not self._times:
             torch.cuda.reset_peak_memory_stats(device)
         self._began = time.perf_counter()
 
-    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+    def on_step_end(self, run: Any, batch: StepBatch, report: StepReport) -> None:
         """Note a step's time, loss and memory; stop after a few seconds."""
         found, device = self.found, run.world.device
         loss = float(report.loss)
@@ -440,7 +415,7 @@ class DoctorCallback(Callback):
         found.state_bytes = state_bytes(run.model, run.optimizer)
         counted = self._times[1:] or self._times  # the first one also warms up
         found.step_s = sum(counted) / len(counted)
-        if not isinstance(run, Run):
+        if run.is_custom_loop:
             found.unchecked = CUSTOM_LOOP
             self.end("step")
             leave_process(0)

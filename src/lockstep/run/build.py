@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.callback import SAME_CALLBACKS, Callback, Callbacks
 from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock
@@ -40,7 +41,7 @@ from lockstep.errors import CheckpointError, ConfigError, own_exit_code
 from lockstep.exact.determinism import fingerprint, set_numerics
 from lockstep.exact.reducer import ExactReducer
 from lockstep.observe.events import log_name
-from lockstep.plan import Contract
+from lockstep.plan import BatchPlan, Contract
 from lockstep.randomness import seed_all, seed_everything
 from lockstep.run.average import Averages
 from lockstep.run.early_exit import refuse_early_exit
@@ -51,7 +52,6 @@ from lockstep.run.resume import (
     changed_settings,
     check_batch_norm,
     choose_checkpoint,
-    contract_or_refusal,
     free_settings,
     resume_if_restarted,
     take_prints,
@@ -217,26 +217,20 @@ class _Builder:
         The task gets its saved state before its model: a vocabulary may size its embedding.
         """
         world = self.world
-        self.contract = together(world, self._agree_on_contract)
+        self.contract = together(
+            world,
+            lambda: plan_run(
+                self.task, self.config, self.data, world.size, self.checkpoint, self.changed_data
+            ),
+        )
         together(world, self._load_task_state)
-        self.loader = together(world, self._build_loader)
+        self.loader = together(
+            world,
+            lambda: build_loader(self.task, self.config, self.data, world, self.contract.plan),
+        )
         self.loader.is_compared = self.loader.is_compared or not is_stream(self.data)
         together(world, self._take_folder_over)
         self.store.generation = world.all_max(self.store.generation)[0]
-
-    def _agree_on_contract(self) -> Contract:
-        task = self.task
-        config = self.config
-        checkpoint = self.checkpoint
-        free = free_settings(checkpoint)
-        changes = changed_settings(checkpoint, config, task.settings(), task.may_change, free)
-        gathers = task.gathers and not config.exact
-        return contract_or_refusal(
-            checkpoint,
-            config,
-            changes + self.changed_data,
-            lambda: agree_on_contract(config, self.data, self.world.size, checkpoint, gathers),
-        )
 
     def _load_task_state(self) -> None:
         """Restore the task's saved state; an error is reported as one of the checkpoint."""
@@ -256,26 +250,6 @@ class _Builder:
                 f"{Path(place.filename).name}:{place.lineno} in {place.name}",
                 "resume with the code that saved it, or use an older checkpoint",
             ) from error
-
-    def _build_loader(self) -> Loader:
-        config = self.config
-        needs_epochs = config.schedule.warmup_epochs or not config.checkpoint.every_steps
-        if is_stream(self.data) and needs_epochs:
-            raise ConfigError(
-                "a stream of training data has no epochs to warm up by or to save after",
-                "set schedule.warmup_steps and checkpoint.every_steps",
-            )
-        return Loader(
-            self.data,
-            self.world,
-            plan=self.contract.plan,
-            epochs=config.epochs,
-            max_steps=config.max_steps,
-            seed=config.seed,
-            order=self.task.order(self.data, config.seed),
-            collate=self.task.collate,
-            config=config.loader,
-        )
 
     def _take_folder_over(self) -> None:
         """Stop earlier runs from saving into the folder, and write config.json.
@@ -320,16 +294,12 @@ class _Builder:
         task = self.task
         config = self.config
         world = self.world
-        plan = self.contract.plan
         seed_all(config.seed, "weights")
         self.model = model = together(world, task.build_model)
         check_same_model(model, world)
         if config.sync_batch_norm and world.size > 1:
             together(world, lambda: synchronise_batch_norm(model, world))
-        together(world, lambda: check_batch_norm(model, self.checkpoint, plan, config))
-        step = padded_step(plan, self.loader.total_steps)
-        if step is not None:
-            refuse_padding(model, num_leaves_of(plan, step), world.size)
+        together(world, lambda: check_model(model, self.loader, self.checkpoint, config))
         if config.parallel == "fsdp":
             together(world, lambda: shard(model, world, task.blocks(model), config.gradients.dtype))
         else:
@@ -415,6 +385,70 @@ class _Builder:
         new_step = torch.compiler.cudagraph_mark_step_begin
         new_step()  # type: ignore[no-untyped-call]
         self.optimizer.register_step_post_hook(lambda *_: new_step())  # type: ignore[no-untyped-call]
+
+
+def plan_run(
+    task: Task,
+    config: RunConfig,
+    data: Any,
+    world_size: int,
+    checkpoint: Checkpoint | None,
+    changed_data: list[str],
+) -> Contract:
+    """Return the batch and rate of a run on `world_size` ranks.
+
+    Raises:
+        ConfigError: naming all settings and data that may not differ from the checkpoint's.
+    """
+    free = free_settings(checkpoint)
+    changes = changed_settings(checkpoint, config, task.settings(), task.may_change, free)
+    changes += changed_data
+    refuses = bool(changes) and not config.accept_changes
+    gathers = task.gathers and not config.exact
+    try:
+        contract = agree_on_contract(config, data, world_size, checkpoint, gathers)
+    except ConfigError as error:
+        if not refuses:
+            raise
+        changes.append(error.problem)
+    if refuses:
+        raise ConfigError(
+            f"settings or data differ from the checkpoint's: {'; '.join(changes)}",
+            "restore the old values, or pass accept_changes=true to continue with the new ones",
+        )
+    return contract
+
+
+def build_loader(task: Task, config: RunConfig, data: Any, world: World, plan: BatchPlan) -> Loader:
+    """Return the loader of a run's training data."""
+    needs_epochs = config.schedule.warmup_epochs or not config.checkpoint.every_steps
+    if is_stream(data) and needs_epochs:
+        raise ConfigError(
+            "a stream of training data has no epochs to warm up by or to save after",
+            "set schedule.warmup_steps and checkpoint.every_steps",
+        )
+    return Loader(
+        data,
+        world,
+        plan=plan,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        seed=config.seed,
+        order=task.order(data, config.seed),
+        collate=task.collate,
+        config=config.loader,
+    )
+
+
+def check_model(
+    model: nn.Module, loader: Loader, checkpoint: Checkpoint | None, config: RunConfig
+) -> None:
+    """Refuse a model whose batch normalisation would see other samples than it should."""
+    plan = loader.plan
+    check_batch_norm(model, checkpoint, plan, config)
+    step = padded_step(plan, loader.total_steps)
+    if step is not None:
+        refuse_padding(model, num_leaves_of(plan, step), plan.world_size)
 
 
 def is_in(store: CheckpointStore, checkpoint: Checkpoint) -> bool:

@@ -6,7 +6,7 @@ about changed ones. Does not own: restoring a state (`run.py`).
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -279,25 +279,6 @@ def changed_data(
     before = checkpoint.meta.get("data", {}) if checkpoint else {}
     found = {name: differences(before.get(name, {}), prints[name], data[name]) for name in prints}
     return [f"{name} data: {change}" for name, change in found.items() if change]
-
-
-def contract_or_refusal(
-    checkpoint: Checkpoint | None,
-    config: RunConfig,
-    changes: list[str],
-    agree: Callable[[], Contract],
-) -> Contract:
-    """Return the result of `agree`, or refuse all changes since the checkpoint in one error."""
-    if config.accept_changes or not changes:
-        return agree()
-    try:
-        agree()
-    except ConfigError as error:
-        changes = [*changes, error.problem]
-    raise ConfigError(
-        f"settings or data differ from the checkpoint's: {'; '.join(changes)}",
-        "restore the old values, or pass accept_changes=true to continue with the new ones",
-    )
 
 
 def warnings_of(checkpoint: Checkpoint, config: RunConfig) -> list[str]:

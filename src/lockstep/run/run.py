@@ -50,6 +50,7 @@ from lockstep.task import Task
 class Run:
     """The parts of one run."""
 
+    is_custom_loop = False
     task: Task
     config: RunConfig
     world: World
