@@ -245,7 +245,7 @@ class Trainer:
             self.step(batch)
 
     def _train(self, batch: StepBatch) -> StepReport:
-        take_step = self.run.train_step
+        take_step = self.run.take_step
         assert take_step is not None  # `prepare` has replicated the model
         self.run.non_finite = take_step.non_finite
         try:

@@ -371,13 +371,7 @@ def loop_with_train_step(task: Thawing, config: RunConfig) -> str:
             for batch in trainer.steps():
                 run.set_rate(1.0)
                 report = train_step(
-                    task.loss,
-                    run.model,
-                    run.optimizer,
-                    batch,
-                    world,
-                    trained=run.trained,
-                    exact_reducer=run.exact_reducer,
+                    task.loss, run.model, run.optimizer, batch, world, **run.step_options()
                 )
                 trainer.record_step(report, batch)
             trainer.finish()

@@ -46,33 +46,22 @@ def train_step(
     optimizer: Optimizer,
     batch: StepBatch,
     world: "World",
-    **options: Any,
+    *,
+    weights: Weights | None = None,
+    seed: int = 0,
+    max_grad_norm: float | None = None,
+    autocast: AbstractContextManager[Any] | None = None,
+    scaler: GradScaler | None = None,
+    exact_reducer: ExactReducer | None = None,
+    non_finite: Tensor | None = None,
+    agree_on_memory: bool = False,
+    trained: TrainedParameters | None = None,
+    buffers_later: bool = False,
 ) -> StepReport:
     """Update the weights once, along the gradient of the mean over the global batch. Collective.
 
     A step whose loss or gradient is not finite, or whose total weight is negative, leaves the
     weights unchanged.
-
-    Args:
-        options: The keyword arguments of `TrainStep`.
-
-    Raises:
-        OutOfMemoryError: on all ranks; the weights are unchanged. Replicate the model again.
-        TrainedParametersError: `requires_grad` changed after the model was replicated; the
-            weights are unchanged. On all ranks with `agree_on_memory`, else on the rank that saw
-            it.
-    """
-    take_step = TrainStep(loss, model, optimizer, world, **options)
-    if world.custom_loop is None:
-        return take_step(batch)
-    world.custom_loop.start_step(model, optimizer, batch)
-    report = take_step(batch)
-    world.custom_loop.end_step(batch, report)
-    return report
-
-
-class TrainStep:
-    """Takes the steps of one model. How it reduces and updates is chosen once, here.
 
     Args:
         weights: A task's `weights`, for a loss of several terms with units of their own.
@@ -88,6 +77,41 @@ class TrainStep:
         buffers_later: Leave each rank's buffers as its own forward passes made them. Call
             `world.sync_buffers(model)` before they are used; until then an evaluation differs
             between ranks. Otherwise every rank has the first rank's buffers after the step.
+
+    Raises:
+        OutOfMemoryError: on all ranks; the weights are unchanged. Replicate the model again.
+        TrainedParametersError: `requires_grad` changed after the model was replicated; the
+            weights are unchanged. On all ranks with `agree_on_memory`, else on the rank that saw
+            it.
+    """
+    take_step = TrainStep(
+        loss,
+        model,
+        optimizer,
+        world,
+        weights=weights,
+        seed=seed,
+        max_grad_norm=max_grad_norm,
+        autocast=autocast,
+        scaler=scaler,
+        exact_reducer=exact_reducer,
+        non_finite=non_finite,
+        agree_on_memory=agree_on_memory,
+        trained=trained,
+        buffers_later=buffers_later,
+    )
+    if world.custom_loop is None:
+        return take_step(batch)
+    world.custom_loop.start_step(model, optimizer, batch)
+    report = take_step(batch)
+    world.custom_loop.end_step(batch, report)
+    return report
+
+
+class TrainStep:
+    """Takes the steps of one model. How it reduces and updates is chosen once, here.
+
+    The arguments are those of `train_step`.
     """
 
     def __init__(
