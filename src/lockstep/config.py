@@ -153,6 +153,17 @@ class RunConfig(BaseModel):
             with in_a_sentence(type(self), values):
                 super().__init__(**values)
 
+    def saving_every(self, steps: int, *, waits: bool = False) -> Self:
+        """Return a copy that evaluates and saves every `steps` steps, perhaps in the foreground."""
+        every: dict[str, Any] = {"every_epochs": None, "every_steps": steps}
+        saving = every | ({"background": False} if waits else {})
+        return self.model_copy(
+            update={
+                "evaluation": self.evaluation.model_copy(update=every),
+                "checkpoint": self.checkpoint.model_copy(update=saving),
+            }
+        )
+
     @model_validator(mode="after")
     def _one_exactness(self) -> Self:
         self.gradients.raise_if_unfit(self.exact, self.parallel)

@@ -22,6 +22,7 @@ from lockstep.dist.agreement import (
     SAME_STATE,
     agree_to_continue,
     check_same,
+    first_of_ranks,
     is_shared,
     raise_together,
     state_difference,
@@ -149,8 +150,6 @@ class Trainer:
         """Whether that callback asked for no last checkpoint."""
         self.has_finished = False
         """Whether everything is saved and nothing is left to do."""
-        self._callback_error: Exception | None = None
-        """The error of a callback on this rank, until the ranks agree on it."""
         self._announced_step = self.saver.saved_step
         """The newest checkpoint that callbacks were called for."""
         self._late_evaluation_step: int | None = None
@@ -340,15 +339,12 @@ class Trainer:
         result = RunResult(step, metrics, folder, self.stopped_by, self.stop_reason)
         self._call("on_run_end", result)
         if self.run.callbacks:
-            agree_to_continue(self.run.world, self._callback_error)
+            agree_to_continue(self.run.world, self.run.callbacks.error)
         return result
 
     def _call(self, method: str, *args: object) -> None:
         """Call a method of every callback; the next `_agree` raises its error on all ranks."""
-        try:
-            self.run.callbacks.call(method, self.run, *args)
-        except Exception as error:
-            self._callback_error = self._callback_error or error
+        self.run.callbacks.call(method, self.run, *args)
 
     def _announce_checkpoint(self) -> None:
         """Call callbacks for a checkpoint that is now complete on every rank. Collective."""
@@ -395,7 +391,7 @@ class Trainer:
 
     def _agree(self, upcoming: object) -> int:
         """Return the exit code to stop with, or 0; raise on all ranks if one has an error."""
-        problem = upcoming if isinstance(upcoming, Exception) else self._callback_error
+        problem = upcoming if isinstance(upcoming, Exception) else self.run.callbacks.error
         run = self.run
         world = self.run.world
         votes = Votes(
@@ -416,7 +412,7 @@ class Trainer:
         if not votes.save_is_busy:
             self._announce_checkpoint()
         if votes.wants_to_stop:  # all ranks take the first reason given
-            self.stop_reason = next(text for text in world.all_texts(run.stop_reason) if text)
+            self.stop_reason = first_of_ranks(run.stop_reason, world)
             self.stops_unsaved = bool(votes.stops_unsaved)
         if votes.has_failed:
             self._save_and_raise(problem)

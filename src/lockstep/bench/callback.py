@@ -77,8 +77,7 @@ class BenchCallback(Callback):
 
 def measured_config(config: RunConfig, folder: Path) -> RunConfig:
     """Return the config to measure under."""
-    seldom = {"every_epochs": None, "every_steps": NEVER}
-    return config.model_copy(
+    return config.saving_every(NEVER).model_copy(
         update={
             "output_dir": str(folder / "run"),
             "resume": "auto",
@@ -86,7 +85,5 @@ def measured_config(config: RunConfig, folder: Path) -> RunConfig:
             "max_steps": NEVER,
             "exact": False,  # its sums are not an all-reduce
             "sinks": SinkConfig(curves=False),
-            "evaluation": config.evaluation.model_copy(update=seldom),
-            "checkpoint": config.checkpoint.model_copy(update=seldom),
         }
     )

@@ -33,6 +33,7 @@ from lockstep.checkpoint import generation
 from lockstep.checkpoint.layout import (
     MANIFEST,
     STEP_FOLDER,
+    Checkpoint,
     Written,
     flush_folder,
     plain_name,
@@ -41,8 +42,7 @@ from lockstep.checkpoint.layout import (
     write_manifest,
     write_share,
 )
-from lockstep.checkpoint.layout import Checkpoint as Checkpoint
-from lockstep.checkpoint.lock import FolderLock as FolderLock
+from lockstep.checkpoint.lock import FolderLock
 from lockstep.checkpoint.state import Share, load_model_state, load_optimizer, share_of, snapshot
 from lockstep.dist.agreement import together
 from lockstep.dist.ddp import sync_buffers, unwrap

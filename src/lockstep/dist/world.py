@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.callback import SAME_CALLBACKS, Callback, Callbacks, load_callbacks
+from lockstep.callback import Callback, Callbacks, collect_callbacks, load_callbacks
 from lockstep.custom_loop import CustomLoop
 from lockstep.dist import position
-from lockstep.dist.agreement import check_same, together
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.ddp import Averaging, replicate, sync_buffers
 from lockstep.dist.detect import Launch, check_size, detect_launch
@@ -123,9 +122,7 @@ class World(Collectives):
     def attach(self, callbacks: Sequence[Callback]) -> None:
         """Add callbacks, and those that LOCKSTEP_CALLBACKS names. Collective."""
         named = callback_names()
-        both = together(self, lambda: Callbacks([*callbacks, *load_callbacks(named)]))
-        names = ", ".join(name for name, _ in both.named())
-        check_same("callbacks", names or "none", self, SAME_CALLBACKS)
+        both = collect_callbacks(self, lambda: [*callbacks, *load_callbacks(named)])
         self.callbacks = both
         self.custom_loop = CustomLoop(self, both) if both else None
 

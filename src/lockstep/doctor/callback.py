@@ -319,9 +319,7 @@ class DoctorCallback(Callback):
         self.check("loader", lambda: self._time_loader(run))
         self.end("loader")
         run.held_out = None
-        saving = {"every_epochs": None, "every_steps": FAR_AWAY, "background": False}
-        checkpoint = run.config.checkpoint.model_copy(update=saving)
-        run.config = run.config.model_copy(update={"checkpoint": checkpoint})
+        run.config = run.config.saving_every(FAR_AWAY, waits=True)
 
     def _check_contract(self, run: Run) -> Contract:
         """Return the batch and rate of the job on its true number of ranks."""

@@ -6,8 +6,12 @@ Does not own: the callbacks in them (`callback.py` of each tool), or the use of 
 
 import os
 import re
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,28 @@ from lockstep.harness.ranks import free_port, rank_variables
 
 OTHERS_S = 5.0
 """How long ranks may continue after one of them has failed."""
+
+
+@dataclass
+class RunsFolder:
+    """A temporary folder of a tool's runs."""
+
+    path: Path
+    is_kept: bool = False
+
+
+@contextmanager
+def runs_folder(tool: str) -> Iterator[RunsFolder]:
+    """Yield a folder that is deleted at the end, unless it is to be kept or a command failed."""
+    folder = RunsFolder(Path(tempfile.mkdtemp(prefix=f"lockstep_{tool}_")))
+    try:
+        yield folder
+    except LaunchError:
+        folder.is_kept = any(folder.path.glob("*/output*.txt"))
+        raise
+    finally:
+        if not folder.is_kept:
+            shutil.rmtree(folder.path, ignore_errors=True)
 
 
 class CommandRuns:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.callback import SAME_CALLBACKS, Callback, Callbacks
+from lockstep.callback import Callback, collect_callbacks
 from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock
 from lockstep.checkpoint.layout import damaged
 from lockstep.checkpoint.manifest import in_brief
@@ -25,7 +25,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.order import num_leaves_of
 from lockstep.data.reader import is_stream
 from lockstep.dist import position
-from lockstep.dist.agreement import check_same, together
+from lockstep.dist.agreement import check_same, first_of_ranks, together
 from lockstep.dist.batch_norm import padded_step, refuse_padding, synchronise_batch_norm
 from lockstep.dist.ddp import Averaging
 from lockstep.dist.environment import launched
@@ -118,10 +118,8 @@ class _Builder:
     def attach_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Collect the callbacks and let them change the config."""
         world = self.world
-        self.callbacks = together(world, lambda: Callbacks([*callbacks, *world.callbacks]))
+        self.callbacks = collect_callbacks(world, lambda: [*callbacks, *world.callbacks])
         self.stack.enter_context(world.inside_run())
-        names = ", ".join(name for name, _ in self.callbacks.named())
-        check_same("callbacks", names or "none", world, SAME_CALLBACKS)
         self.config = together(world, self._configure)
 
     def _configure(self) -> RunConfig:
@@ -205,9 +203,7 @@ class _Builder:
             if not check_same_samples(name, dataset, self.prints[name], world, SAME_FILES)
         ]
         changed = together(world, lambda: changed_data(self.checkpoint, self.prints, named))
-        # Not every rank reads all files, so all ranks take the first difference that one found.
-        reports = [json.loads(text) for text in world.all_texts(json.dumps(changed))]
-        self.changed_data = next((report for report in reports if report), [])
+        self.changed_data = first_of_ranks(changed, world)  # not every rank reads all files
         for taken in self.prints.values():
             taken.pop("old_samples", None)  # only needed for the comparison with the checkpoint
 
