@@ -64,7 +64,7 @@ from lockstep.signals import (
 from lockstep.step.report import StepReport
 from lockstep.task import Task
 
-WAIT_FOR_OTHERS_S = 10.0
+ERROR_TIMEOUT_S = 10.0
 """How long a rank with an error in a step waits for the others to report one too."""
 
 
@@ -101,7 +101,7 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
     """
     with own_exit_code(), ExitStack() as stack:
         world = World.enter(config.device, config.timeout_s)
-        stack.push(world.stay)
+        stack.push(world.keep_group)
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack, callbacks)
         trainer = Trainer(run, signals, stack)
@@ -529,7 +529,7 @@ class Trainer:
         if self.report is None or self.saver.saved_step == step:
             return
         place = f"failed after step {step} of run {position.own.num_runs}"
-        if is_shared(error) or self.run.world.all_reach(place, WAIT_FOR_OTHERS_S):
+        if is_shared(error) or self.run.world.all_reach(place, ERROR_TIMEOUT_S):
             self._drop_step()
             self.saver.run_has_failed = True
             try:

@@ -147,7 +147,7 @@ class World(Collectives):
         if own is not None and self._made is own.group:
             leave_group()
 
-    def stay(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def keep_group(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Keep the group for the next run of this process; for `ExitStack.push`.
 
         After an error that other ranks may not have, the next `enter` makes a new group: in the
@@ -161,7 +161,7 @@ class World(Collectives):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.stay(kind, error, trace)
+        self.keep_group(kind, error, trace)
         own = own_group()
         if own is None or not own.has_failed:
             self.leave()
@@ -172,12 +172,14 @@ class World(Collectives):
             f"{self.local_size}, {self.device}, {self.launcher} on {socket.gethostname()})"
         )
 
-    def replicate(self, model: nn.Module, way: Averaging | ExactReducer | None = None) -> nn.Module:
+    def replicate(
+        self, model: nn.Module, averaging: Averaging | ExactReducer | None = None
+    ) -> nn.Module:
         """Put `model` on this rank's device and average its gradients over ranks. Collective.
 
         Call it again with the result after changing `requires_grad` of a parameter.
         """
-        return replicate(model, self, way)
+        return replicate(model, self, averaging)
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Give every rank the first rank's buffers, such as running statistics. Collective."""

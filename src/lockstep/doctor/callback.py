@@ -61,7 +61,7 @@ MEASURE_S = 3.0
 WARM_UP_S = 30.0
 """A first step longer than this is counted, although it includes the warm-up."""
 MAX_STEPS = 20
-OTHERS_S = 10.0
+LEAVE_TIMEOUT_S = 10.0
 """How long a rank waits for the others before it ends."""
 FAR_AWAY = 10**6
 """Steps until the end of a trial, which is stopped long before: nothing is due at its end."""
@@ -444,7 +444,7 @@ class DoctorCallback(Callback):
     def _leave(self) -> NoReturn:
         """End the process once all ranks are here: none may still be exchanging anything."""
         self.end("save")
-        self.world.all_reach("the end of the trial", OTHERS_S)
+        self.world.all_reach("the end of the trial", LEAVE_TIMEOUT_S)
         leave_process(0)
 
 

@@ -20,7 +20,7 @@ from lockstep.doctor.network import without_launch
 from lockstep.harness.attach import attached, write_settings
 from lockstep.harness.command import POLL_S, RunningCommand
 from lockstep.harness.failure import Failure
-from lockstep.harness.runs import OTHERS_S, CommandRuns
+from lockstep.harness.runs import GRACE_S, CommandRuns
 
 CALLBACK = "lockstep.doctor.callback:DoctorCallback"
 """By name: `lockstep doctor` itself does not import torch."""
@@ -97,7 +97,7 @@ def _wait(commands: Sequence[RunningCommand], deadline: float) -> bool:
         if None not in codes:
             return True
         if any(codes):  # the others wait for it, or are about to notice
-            deadline = min(deadline, time.monotonic() + OTHERS_S)
+            deadline = min(deadline, time.monotonic() + GRACE_S)
             while time.monotonic() < deadline and any(c.code is None for c in commands):
                 time.sleep(POLL_S)
             return True

@@ -21,7 +21,7 @@ from lockstep.harness.command import LAUNCHER_S, POLL_S, START_S, RunningCommand
 from lockstep.harness.failure import Failure
 from lockstep.harness.ranks import free_port, rank_variables
 
-OTHERS_S = 5.0
+GRACE_S = 5.0
 """How long ranks may continue after one of them has failed."""
 
 
@@ -172,7 +172,7 @@ class CommandRuns:
 
     def _let_end(self, commands: Sequence[RunningCommand]) -> None:
         """Give the other ranks a short time to report their errors."""
-        deadline = time.monotonic() + OTHERS_S
+        deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(command.code is None for command in commands):
             time.sleep(POLL_S)
 

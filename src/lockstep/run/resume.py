@@ -170,7 +170,7 @@ def check_batch_norm(
         if not rest:
             instead = f"set batch.batch_size={size} (still {plan.global_batch} samples a step), "
     elif not synchronises_itself(model):
-        also = f"; together with sync_batch_norm=true statistics see {plan.total_batch} samples"
+        also = f"; together with sync_batch_norm=true statistics see {plan.samples_at_once} samples"
     change.raise_for_batch_norm(before, now, instead, also)
 
 
@@ -205,8 +205,8 @@ def _normalised(checkpoint: Checkpoint, plan: BatchPlan, model: nn.Module) -> tu
     own = synchronises_itself(model)
     was_synchronised = own or checkpoint.meta["config"].get("sync_batch_norm", False)
     is_synchronised = own or any(isinstance(m, SyncBatchNorm) for m in model.modules())
-    before = was.total_batch if was_synchronised else was.leaf_size
-    now = plan.total_batch if is_synchronised else plan.leaf_size
+    before = was.samples_at_once if was_synchronised else was.leaf_size
+    now = plan.samples_at_once if is_synchronised else plan.leaf_size
     return before, now
 
 

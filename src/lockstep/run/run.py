@@ -33,7 +33,7 @@ from lockstep.dist.agreement import together
 from lockstep.dist.ddp import Averaging, replicate, unwrap
 from lockstep.dist.environment import launched
 from lockstep.dist.same_state import REGISTER, check_registered, check_same_optimizer
-from lockstep.dist.trained import TrainedParameters, describe_changes, differences, list_names
+from lockstep.dist.trained import TrainedParameters, describe_changes, list_names, name_changes
 from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
 from lockstep.exact.reducer import ExactReducer
@@ -325,7 +325,7 @@ class Run:
             return  # another model is refused when its weights are loaded
         if now != at_start:  # the task now trains other parameters on purpose
             if not self.config.accept_changes:
-                changes = describe_changes(*differences(at_start, now))
+                changes = describe_changes(*name_changes(at_start, now))
                 raise ConfigError(
                     f"this model does not train the checkpoint's parameters: {changes}",
                     "train the same parameters, or pass accept_changes=true",
