@@ -211,10 +211,8 @@ class CheckpointStore:
             CheckpointError: a checkpoint cannot be renamed.
         """
         for path in self.folder.glob(".replaced_*"):
-            try:
+            with _reported(f"cannot rename {path}", "check the disk"):
                 self._restore(path)
-            except OSError as error:
-                raise CheckpointError(f"cannot rename {path}: {error}", "check the disk") from error
 
     def _restore(self, hidden: Path) -> None:
         """Rename a replaced checkpoint back, unless the new one was committed."""
@@ -241,10 +239,8 @@ class CheckpointStore:
             if is_taken or alias == "lock" or STEP_FOLDER.fullmatch(alias):
                 problem = f"{link} cannot be used as the name of a checkpoint"
                 raise CheckpointError(problem, "use another name")
-            try:
+            with _reported(f"cannot name {link}", "check the folder"):
                 self._point(link, target.name)
-            except OSError as error:
-                raise CheckpointError(f"cannot name {link}: {error}", "check the folder") from error
         return link
 
     def aliases(self) -> dict[str, str]:
@@ -441,16 +437,12 @@ class CheckpointStore:
         Raises:
             CheckpointError: the claim cannot be written.
         """
-        try:
+        with _reported(f"cannot take over {self.folder}", "check the folder and its disk"):
             accepted = self._accepted()
             steps = {step for step in accepted if step <= resumed_from}
             steps |= {resumed_from} & set(self.steps())  # the user may have chosen a stale one
             above = max([0, *accepted.values()])
             self.generation = generation.claim(self.folder, above, steps).number
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot take over {self.folder}: {error}", "check the folder and its disk"
-            ) from error
         return self.generation
 
     def set_stale_aside(self) -> list[Path]:
@@ -494,19 +486,13 @@ class CheckpointStore:
         for old in map(self.path, reversed(steps)):
             names = (old.with_name(f"superseded_{n}_{old.name}") for n in itertools.count(1))
             new = next(name for name in names if not os.path.lexists(name))
-            try:
+            with _reported(f"cannot set {old} aside", "move it"):
                 self._raise_if_taken_over()
                 os.rename(old, new)
                 flush_folder(self.folder)
-            except OSError as error:
-                raise CheckpointError(f"cannot set {old} aside: {error}", "move it") from error
             moved.append(new)
-        try:
+        with _reported(f"cannot move names in {self.folder}", "check the folder and its disk"):
             self._update_aliases()
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot move names in {self.folder}: {error}", "check the folder and its disk"
-            ) from error
         return moved
 
     def _update_aliases(self) -> None:
@@ -524,12 +510,11 @@ class CheckpointStore:
                     self._point(self.folder / link.name, newest.name)
 
     def _entries(self) -> list[os.DirEntry[str]]:
-        try:
-            return [e for e in os.scandir(self.folder) if not e.name.startswith(".")]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"cannot list {self.folder}: {error}", "check it") from error
+        with _reported(f"cannot list {self.folder}", "check it"):
+            try:
+                return [e for e in os.scandir(self.folder) if not e.name.startswith(".")]
+            except FileNotFoundError:
+                return []
 
     def _is_saved(self, path: Path) -> bool:
         try:
@@ -587,12 +572,8 @@ class CheckpointStore:
     def _raise_if_taken_over(self) -> None:
         """Refuse to write after another group has taken over the folder."""
         if self.generation:
-            try:
+            with _reported(f"cannot list {self.folder}", "check the folder and its disk"):
                 generation.raise_if_taken_over(self.folder, self.generation)
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot list {self.folder}: {error}", "check the folder and its disk"
-                ) from error
 
     @contextmanager
     def _reporting_takeover(self) -> Iterator[None]:
@@ -604,10 +585,8 @@ class CheckpointStore:
             raise
 
     def _newest_generation(self) -> generation.Generation | None:
-        try:
+        with _reported(f"cannot list {self.folder}", "check it"):
             return generation.newest(self.folder)
-        except OSError as error:
-            raise CheckpointError(f"cannot list {self.folder}: {error}", "check it") from error
 
     def _accepted(self) -> dict[int, int]:
         """Return the steps with a readable and valid manifest, each with its generation."""
@@ -666,6 +645,15 @@ def _check_parameters_are_saved(objects: Mapping[str, Any]) -> None:
                 places = {tensor.data_ptr() for tensor in tensors_in(rest)}
                 known |= {id(p) for p in trained if places and p.data_ptr() in places}
             check_registered(optimizer, known, f"what is saved with {name}", remedy)
+
+
+@contextmanager
+def _reported(problem: str, remedy: str) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{problem}: {error}", remedy) from error
 
 
 def _is_stale(checkpoint: Checkpoint, newest: generation.Generation | None) -> bool:

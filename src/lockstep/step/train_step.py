@@ -8,6 +8,7 @@ the same number of times. The package is named after this rule.
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,45 +109,36 @@ def train_step(
     return report
 
 
+@dataclass(eq=False)
 class TrainStep:
     """Takes the steps of one model. How it reduces and updates is chosen once, here.
 
-    The arguments are those of `train_step`.
+    The fields are the arguments of `train_step`.
     """
 
-    def __init__(
-        self,
-        loss: Loss,
-        model: nn.Module,
-        optimizer: Optimizer,
-        world: "World",
-        *,
-        weights: Weights | None = None,
-        seed: int = 0,
-        max_grad_norm: float | None = None,
-        autocast: AbstractContextManager[Any] | None = None,
-        scaler: GradScaler | None = None,
-        exact_reducer: ExactReducer | None = None,
-        non_finite: Tensor | None = None,
-        agree_on_memory: bool = False,
-        trained: TrainedParameters | None = None,
-        buffers_later: bool = False,
-    ) -> None:
-        self.loss = loss
-        self.model = model
-        self.optimizer = optimizer
-        self.world = world
-        self.weights = weights
-        self.seed = seed
-        self.max_grad_norm = max_grad_norm
-        self.autocast = autocast or nullcontext()
-        self.non_finite = non_finite
-        self.reduction = choose_reduction(model, world, exact_reducer)
-        self.update = choose_update(optimizer, world.device, scaler, non_finite)
-        self.run_passes = run_together if agree_on_memory else run_alone
-        self.trained = trained or self.reduction.trained
+    loss: Loss
+    model: nn.Module
+    optimizer: Optimizer
+    world: "World"
+    _: KW_ONLY
+    weights: Weights | None = None
+    seed: int = 0
+    max_grad_norm: float | None = None
+    autocast: AbstractContextManager[Any] | None = None
+    scaler: GradScaler | None = None
+    exact_reducer: ExactReducer | None = None
+    non_finite: Tensor | None = None
+    agree_on_memory: bool = False
+    trained: TrainedParameters | None = None
+    buffers_later: bool = False
+
+    def __post_init__(self) -> None:
+        self.reduction = choose_reduction(self.model, self.world, self.exact_reducer)
+        self.update = choose_update(self.optimizer, self.world.device, self.scaler, self.non_finite)
+        self.run_passes = run_together if self.agree_on_memory else run_alone
+        self.trained = self.trained or self.reduction.trained
         # Exact mode merges the statistics of all ranks itself.
-        self.syncs_buffers = not (buffers_later or exact_reducer)
+        self.syncs_buffers = not (self.buffers_later or self.exact_reducer)
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Update the weights once. Collective."""
@@ -268,7 +260,7 @@ class Passes:
             exact=step.reduction.is_exact,
             changed_cut=self.batch.changed_cut,
         )
-        with step.autocast:
+        with step.autocast or nullcontext():
             result = step.loss(model, micro_batch.data, context)
             return as_partial(result, micro_batch, bool(self.totals))
 
