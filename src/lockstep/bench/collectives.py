@@ -5,9 +5,8 @@ Owns: their times, starting processes for them, and the table. Does not own: the
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -35,10 +34,6 @@ class AllReduceTimes:
     device: str
     times: list[tuple[int, float]]
     link: Link
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return asdict(self)
 
     def lines(self) -> list[str]:
         """Lay it out as a table."""

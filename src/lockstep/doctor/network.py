@@ -107,12 +107,9 @@ def _is_here(head: str) -> bool:
         return True
     with suppress(OSError, UnicodeError):  # UnicodeError: a label too long for a host's name
         theirs = {info[4][0] for info in socket.getaddrinfo(head, None)}
-        return bool(theirs & _own_addresses())
+        addresses = (a for found in psutil.net_if_addrs().values() for a in found)
+        return any(a.address.split("%")[0] in theirs for a in addresses)
     return True  # a name that does not resolve is the next check's
-
-
-def _own_addresses() -> set[str]:
-    return {a.address.split("%")[0] for found in psutil.net_if_addrs().values() for a in found}
 
 
 def names_resolve(command: Command | None, env: Mapping[str, str]) -> Result:

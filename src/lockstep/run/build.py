@@ -120,10 +120,9 @@ class _Builder:
         world = self.world
         self.callbacks = collect_callbacks(world, lambda: [*callbacks, *world.callbacks])
         self.stack.enter_context(world.inside_run())
-        self.config = together(world, self._configure)
-
-    def _configure(self) -> RunConfig:
-        return self.callbacks.configure(self.task, rehearsed(self.config), self.world)
+        self.config = together(
+            world, lambda: self.callbacks.configure(self.task, rehearsed(self.config), world)
+        )
 
     def open_folder(self) -> None:
         """Check that ranks have the same settings, then lock the run's folder."""
