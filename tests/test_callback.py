@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -113,15 +114,16 @@ def test_a_checkpoint_saved_in_the_background_is_announced(tmp_path: Path) -> No
 class Counter(Callback):
     """Counts steps over resumes, and stops after so many."""
 
-    def __init__(self, most: int = 99) -> None:
+    def __init__(self, most: int = 99, save: bool = True) -> None:
         self.num = 0
         self.most = most
+        self.save = save
 
     def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
         self.num += 1
         run.log("counter/steps", self.num)
         if self.num == self.most:
-            run.stop(f"{self.num} steps are enough")
+            run.stop(f"{self.num} steps are enough", save=self.save)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num": self.num}
@@ -453,6 +455,81 @@ def test_a_callback_stops_a_run_without_its_last_checkpoint(num_ranks: int, tmp_
     assert saved == ["step_00000002"]
 
 
+@pytest.mark.parametrize("step", [2, 3, 6])
+def test_a_stop_without_a_checkpoint_saves_none_where_one_is_due(step: int, tmp_path: Path) -> None:
+    """Step 2 is due to be saved, step 3 to be evaluated, and step 6 is the last."""
+    witness, stopping = Witness(), Counter(step, save=False)
+    fit(TinyTask(), config_for(tmp_path), [witness, stopping])
+    saved = [said for said in witness.seen if said.startswith("saved")]
+    assert saved == [f"saved step_{number:08}" for number in range(2, step, 2)]
+    assert sum(said.startswith("evaluated") for said in witness.seen) == (step - 1) // 3
+
+
+class Ranked(Callback):
+    """Keeps a state that differs between ranks."""
+
+    rank = 7
+
+    def on_run_start(self, run: RunView) -> None:
+        self.rank = run.world.rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank, "ranks": torch.tensor([self.rank])}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_checkpoint_has_the_states_of_the_first_rank(is_sharded: bool, tmp_path: Path) -> None:
+    config = config_for(tmp_path, checkpoint={"every_steps": 2, "sharded": is_sharded})
+    run_ranks(2, fit, TinyTask(), config, [Ranked()])
+    checkpoint, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    (state,) = checkpoint.load("callbacks").values()
+    assert (state["rank"], state["ranks"].tolist()) == (0, [0])
+
+
+class Changing(Callback):
+    """Sets another setting on the second rank."""
+
+    def on_run_start(self, run: RunView) -> None:
+        if run.world.rank == 1:
+            run.config = run.config.with_overrides(["evaluation.every_steps=2"])
+
+
+def test_a_start_that_differs_between_ranks_is_refused(tmp_path: Path) -> None:
+    for _, text in run_ranks(2, fail_beside, tmp_path, [Changing()]):
+        assert "ranks 0 and 1 see different settings" in text
+        assert "try: set the same run.config and run.held_out on every rank" in text
+
+
+class Interrupted(TinyTask):
+    """Is asked to stop whenever it evaluates."""
+
+    num_evaluations = 0
+
+    def evaluate(self, *args: Any) -> Any:
+        self.num_evaluations += 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().evaluate(*args)
+
+
+def fail_owing_an_evaluation(folder: Path) -> list[Any]:
+    """Stop in the first evaluation; resume with a callback that fails before it is repeated."""
+    fit(Interrupted(), config_for(folder))
+    task = Interrupted()
+    try:
+        fit(task, config_for(folder), [Faulty("on_run_start", (1,))])
+    except Exception as error:
+        return [type(error).__name__, task.num_evaluations]
+    return ["none", task.num_evaluations]
+
+
+def test_a_run_whose_start_failed_does_not_evaluate(tmp_path: Path) -> None:
+    assert run_ranks(2, fail_owing_an_evaluation, tmp_path) == [
+        ["OtherRankError", 0],
+        ["ValueError", 0],
+    ]
+
+
 class Observer(Witness):
     """Notes what a custom loop calls; may stop it or raise on one rank, and counts over resumes."""
 
@@ -576,6 +653,30 @@ def outer_and_inner(folder: Path) -> list[str]:
         trainer.finish()
     assert world.custom_loop is not None
     return observer.seen
+
+
+def two_loops(folder: Path) -> list[Any]:
+    """The first loop is stopped after two steps; the second should not be."""
+    observer = Observer(stop_at=2)
+    world = World.enter("cpu", 20, callbacks=[observer])
+    model = world.replicate(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    samples = [torch.full((2,), float(number)) for number in range(16)]
+    steps = []
+    for _ in range(2):
+        for batch in Loader(samples, world, batch_size=4, epochs=1):
+            train_step(square, model, optimizer, batch, world)
+            steps.append(batch.step)
+        observer.stop_at = -1
+    return [steps, [said for said in observer.seen if "at" in said]]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_stop_in_one_loop_leaves_the_next_alone(num_ranks: int, tmp_path: Path) -> None:
+    per_loop = 4 // num_ranks
+    for steps, seen in run_ranks(num_ranks, two_loops, tmp_path):
+        assert steps == [0, 1, *range(per_loop)]
+        assert seen == ["start at 0", "end at 2: enough", "start at 0", f"end at {per_loop}: "]
 
 
 def test_the_callbacks_of_a_world_are_called_once_in_a_run(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ class CustomLoop:
             return False
         self._call("on_run_end", RunResult(self.step, {}, self._saved.parent, 0, self.stop_reason))
         self._agree()
+        self._batch = None  # another loop may follow
+        self.stop_reason = ""
         return True
 
     def checkpoint_saved(self, path: Path) -> None:

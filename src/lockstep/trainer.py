@@ -64,6 +64,7 @@ from lockstep.signals import (
 from lockstep.step.report import StepReport
 from lockstep.task import Task
 
+SAME_SETTINGS = "set the same run.config and run.held_out on every rank"
 ERROR_TIMEOUT_S = 10.0
 """How long a rank with an error in a step waits for the others to report one too."""
 
@@ -182,6 +183,9 @@ class Trainer:
         run = self.run
         progress = self.run.progress
         self._call("on_run_start")
+        if run.callbacks.overrides("on_run_start"):  # which may have failed, or set something
+            self._agree(None)
+            check_same("settings", self._settings(), run.world, SAME_SETTINGS)
         if not self._evaluate_late():
             return
         batches = iter(run.loader)
@@ -342,6 +346,12 @@ class Trainer:
             agree_to_continue(self.run.world, self.run.callbacks.error)
         return result
 
+    def _settings(self) -> str:
+        """Return, as text, what a callback may set before the first step."""
+        num_held_out = 0 if self.run.held_out is None else len(self.run.held_out)
+        settings = self.run.config.model_dump_json(exclude={"output_dir"})
+        return f"{settings}, {num_held_out} samples held out"
+
     def _call(self, method: str, *args: object) -> None:
         """Call a method of every callback; the next `_agree` raises its error on all ranks."""
         self.run.callbacks.call(method, self.run, *args)
@@ -374,10 +384,15 @@ class Trainer:
         with self.record.throughput.pausing():
             if closes:
                 self.record.close_epoch()
+            if run.callbacks:
+                self._agree(None)
+                if self.stops_unsaved:
+                    return
             is_best = self._evaluate() if evaluates else False
             if (saves or is_best) and not self.stopped_by:  # if stopped, `finish` saves
                 self._agree(None)  # on the trained parameters, which the checkpoint lists
-                self._save(is_best)
+                if not self.stops_unsaved:
+                    self._save(is_best)
 
     def _fetch(self, batches: Iterator[StepBatch]) -> StepBatch | LockstepError | None:
         with self.record.throughput.waiting():

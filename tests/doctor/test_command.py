@@ -105,7 +105,7 @@ def test_a_batch_script_is_read_for_what_it_asks_of_slurm(tmp_path: Path) -> Non
         ("lockstep run jitt", "no recipe 'jitt'"),
         ("lockstep plan", "does not train"),
         ("accelerate launch --config_file nowhere.yaml t.py", "cannot be read"),
-        ("ls", "no launcher"),
+        ("ls", "does not know the launcher"),
         ("A=1", "no command"),
     ],
 )
@@ -119,7 +119,7 @@ def test_what_cannot_start_is_refused(line: str, words: str, tmp_path: Path) -> 
     ("text", "words"),
     [
         ("num_processes: 2", "no distributed_type"),
-        ("distributed_type: MULTI_GPU\nmixed_precision: no", "bare `no`"),
+        ("distributed_type: MULTI_GPU\nmixed_precision: no", "an unquoted `no`"),
     ],
 )
 def test_a_file_that_accelerate_would_refuse(text: str, words: str, tmp_path: Path) -> None:

@@ -247,12 +247,13 @@ def test_a_gradient_that_is_no_number_is_reported_although_the_loss_is_one() -> 
     assert not moved.any()
 
 
-def test_a_loss_that_is_no_number_moves_nothing_although_its_gradient_is_one() -> None:
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=2.0)])
+def test_a_loss_that_is_no_number_moves_nothing_although_its_gradient_is_one(scaler: Any) -> None:
     def loss(model: nn.Module, data: dict[str, Tensor], context: Context) -> PartialLoss:
         part = TASK.loss(model, data, context)
         return PartialLoss(part.loss_sum + float("inf"), part.weight)
 
-    report, _, moved = step(loss)
+    report, _, moved = step(loss, scaler=scaler)
     assert bool(torch.isfinite(report.grad_norm))
     assert not moved.any()
 

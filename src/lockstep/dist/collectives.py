@@ -17,6 +17,7 @@ from torch.distributed import GradBucket as GradBucket  # type: ignore[attr-defi
 
 from lockstep.dist.detect import Launch
 from lockstep.phases import Phases
+from lockstep.torch_compat.private import gather_flat
 
 
 class Collectives:
@@ -159,8 +160,7 @@ class Collectives:
         """Concatenate pieces of equal length over ranks. Collective."""
         self._announce()
         whole = piece.new_empty(self.size * piece.numel())
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # by version
-        gather(whole, piece, group=self._group(piece))
+        gather_flat(dist)(whole, piece, group=self._group(piece))
         return whole
 
 

@@ -214,9 +214,10 @@ class Saver:
             return snapshot(self.run.parts(), world.is_first, self._spare)
         sync_buffers(unwrap(self.run.model), world)  # ranks' running statistics may differ
         parts = self.run.parts()
-        share = share_of({**parts, "task": {}}, world.rank, world.size)
-        if world.is_first:  # the same on all ranks
-            own = share_of({"task": parts["task"]})
+        of_first = {name: part for name, part in parts.items() if name in ("task", "callbacks")}
+        share = share_of({**parts, **dict.fromkeys(of_first, {})}, world.rank, world.size)
+        if world.is_first:
+            own = share_of(of_first)
             share.tensors.update(own.tensors)
             share.skeletons.update(own.skeletons)
         return share._replace(tensors=snapshot(share.tensors, spare=self._spare))

@@ -82,9 +82,10 @@ class ScaledUpdate(Update):
     ) -> None:
         """Divide, and let the scaler call `optimizer.step()`."""
         divide(grads, divisor)
-        # The scaler checked the gradients before they were divided, and the divisor may be NaN.
+        # The scaler has only looked at the gradients, before they were divided.
+        non_finite = report.finite.logical_not()
         for found in overflow_flags(self.scaler, optimizer):
-            found.copy_(torch.maximum(found, divisor.isnan()))
+            found.copy_(torch.maximum(found, non_finite))
         self.scaler.step(optimizer)
         self.scaler.update()
 

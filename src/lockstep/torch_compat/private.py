@@ -7,6 +7,7 @@ an error that says the name and the version. Does not own: the words of torch's 
 
 import atexit
 import inspect
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -202,8 +203,10 @@ def step_unless(flag: Tensor, optimizer: Optimizer) -> None:
     """Let an optimizer that `reads_flag` step unless the flag is 1."""
     gated: Any = optimizer
     gated.found_inf = flag  # as GradScaler does
-    optimizer.step()
-    gated.found_inf = None
+    try:
+        optimizer.step()
+    finally:
+        gated.found_inf = None
 
 
 def check_scaler(scaler: GradScaler) -> None:
@@ -225,15 +228,42 @@ def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> N
     Only torch's own loader can say this publicly. If this torch keeps it elsewhere, a data set is
     told what it is told in the training process: that there is no worker.
     """
-    from torch.utils.data._utils import worker
+    with suppress(ImportError):
+        from torch.utils.data._utils import worker
 
-    if hasattr(worker, "WorkerInfo") and hasattr(worker, "_worker_info"):
-        worker._worker_info = worker.WorkerInfo(
-            id=number, num_workers=num_workers, seed=seed, dataset=dataset
-        )
+        if hasattr(worker, "WorkerInfo") and hasattr(worker, "_worker_info"):
+            worker._worker_info = worker.WorkerInfo(
+                id=number, num_workers=num_workers, seed=seed, dataset=dataset
+            )
+
+
+# --- Collectives -----------------------------------------------------------------------------
+
+
+def gather_flat(distributed: Any) -> Callable[..., Any]:
+    """Return the collective that gathers pieces into one tensor; torch 2.13 renamed it."""
+    renamed = getattr(distributed, "all_gather_single", None)
+    if renamed is not None:
+        return renamed  # type: ignore[no-any-return]
+    return needed(distributed, "all_gather_into_tensor", "to gather shares")  # type: ignore[no-any-return]
 
 
 # --- Processes -------------------------------------------------------------------------------
+
+AGENT_METHODS = ("_start_workers", "_monitor_workers", "_shutdown")
+"""The methods of torch's elastic agent that the launcher's own agent overrides."""
+
+
+def check_agent(agent: Any) -> None:
+    """Refuse to launch with a torch whose elastic agent would not call the launcher's methods."""
+    for method in AGENT_METHODS:
+        needed(agent, method, "to watch the ranks of a launch")
+
+
+def shut_down(shutdown: Callable[..., None], number: signal.Signals, timeout_s: int) -> None:
+    """Call an elastic agent's own `_shutdown`, which takes no timeout in torch 2.11."""
+    takes_timeout = "timeout" in inspect.signature(shutdown).parameters
+    shutdown(number, **({"timeout": timeout_s} if takes_timeout else {}))
 
 
 def started_processes(agent: Any) -> tuple[list[Any], list[Path]]:
