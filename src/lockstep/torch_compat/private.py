@@ -72,9 +72,9 @@ def check_write_counter(tensors: Any = Tensor) -> None:
 def num_writes(tensor: Tensor) -> int:
     """Return how often a tensor was written to in place, as autograd counts; -1 if nobody does.
 
-    Nobody counts for a tensor that was made in inference mode.
+    Nobody counts for a tensor that was made in inference mode, or if this torch does not.
     """
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else getattr(tensor, "_version", -1)
 
 
 def aten_operator(name: str) -> Any:
