@@ -34,6 +34,10 @@ class Place(NamedTuple):
         buffer = getattr(self.module, self.attribute, None)
         return Mark(buffer, -1 if buffer is None else num_writes(buffer))
 
+    def assign(self, buffer: Tensor | None) -> None:
+        """Put a buffer there."""
+        setattr(self.module, self.attribute, buffer)
+
 
 def buffer_places(model: nn.Module) -> dict[str, Place]:
     """Return the place of each buffer by name."""

@@ -69,7 +69,7 @@ class KeptBuffers:
             place = self._places[name]
             now = place.mark()
             if now.buffer is not mark.buffer:
-                setattr(place.module, place.attribute, mark.buffer)
+                place.assign(mark.buffer)
             is_written = name in self._changing or now.differs(mark)
             if is_written and mark.buffer is not None and name in self._copies:
                 mark.buffer.copy_(self._copies[name].view_as(mark.buffer))
