@@ -539,7 +539,7 @@ class Trainer:
         ranks have an error; a rank that fails alone does not save.
         """
         step = self.run.progress.step
-        if not isinstance(error, LockstepError) or not error.is_before_update:
+        if error is None or not getattr(error, "is_before_update", False):
             return
         if self.report is None or self.saver.saved_step == step:
             return

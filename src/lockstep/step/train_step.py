@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.dist import position
+from lockstep.dist.agreement import is_shared
 from lockstep.dist.batch_norm import padding, refuse_changed_split, refuse_padding
 from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.trained import TrainedParameters
@@ -25,12 +26,13 @@ from lockstep.errors import LockstepError
 from lockstep.exact.contrastive import GatheredRows
 from lockstep.exact.reducer import ExactReducer
 from lockstep.randomness import seed_everything
-from lockstep.step.memory import Rows, run_alone, run_together
-from lockstep.step.partial import as_partial, names_of, number, row_of
+from lockstep.step.memory import Rows, count_together, run_alone, run_together
+from lockstep.step.partial import as_partial, names_of, row_of
 from lockstep.step.reduction import choose_reduction
 from lockstep.step.report import StepReport
+from lockstep.step.terms import TERMS, check_counted, units_row
 from lockstep.step.update import choose_update, init_momentum
-from lockstep.task import Context, PartialLoss
+from lockstep.task import Context, PartialLoss, Task
 
 if TYPE_CHECKING:
     from lockstep.dist.world import World
@@ -133,6 +135,8 @@ class TrainStep:
     buffers_later: bool = False
 
     def __post_init__(self) -> None:
+        if getattr(self.weights, "__func__", None) is Task.weights:  # has no terms
+            self.weights = None
         self.reduction = choose_reduction(self.model, self.world, self.exact_reducer)
         self.update = choose_update(self.optimizer, self.world.device, self.scaler, self.non_finite)
         self.run_passes = run_together if self.agree_on_memory else run_alone
@@ -152,8 +156,9 @@ class TrainStep:
             rows, names = self.run_passes(passes.run, reduction)
             with world.phase("exchange"):
                 grads = reduction.gradients(optimizer)
-        except LockstepError as error:
-            error.is_before_update = True
+        except Exception as error:
+            if isinstance(error, LockstepError) or is_shared(error):
+                error.is_before_update = True  # type: ignore[attr-defined]
             raise
 
         update.unscale(optimizer)
@@ -185,23 +190,38 @@ class TrainStep:
             refuse_padding(unwrap(self.model), batch.num_leaves, self.world.size)
 
     def total_weights(self, batch: StepBatch) -> dict[str, Tensor]:
-        """Return the step's total weight of each term of the loss, if it has terms. Collective."""
+        """Return the step's total weight of each term of the loss, if it has terms. Collective.
+
+        Raises:
+            Exception: raised by `weights`, on that rank; the others raise an OtherRankError.
+            ConfigError: on all ranks, if `weights` returned other names or no number on one.
+        """
         if self.weights is None:
             return {}
-        rows = []
+        counted, names = count_together(
+            lambda: self.count(batch), TERMS, self.world, self.agree_on_memory
+        )
+        if not names:
+            return {}
+        totals = self.reduction.total(counted, batch)
+        # A term without units in the whole step has sum 0; divide it by 1.
+        return dict(zip(names, torch.where(totals == 0, 1.0, totals), strict=True))
+
+    def count(self, batch: StepBatch) -> Rows:
+        """Count the units of each term in this rank's micro-batches."""
+        assert self.weights is not None
+        rows: list[Tensor] = []
+        names: list[str] | None = None
         for micro_batch in batch.micro_batches:
             place = micro_batch.leaf.place
             # The same seed as before the loss, so that both draw the same random numbers.
             seed_everything(self.world.device, self.seed, batch.step, place)
             context = Context(self.world, self.seed, batch.step, place)
             counted = self.weights(micro_batch.data, context)
-            if not counted:
-                return {}
-            numbers = [number(n, self.world.device) for n in counted.values()]
-            rows.append(torch.stack(numbers) * micro_batch.counts)
-        totals = self.reduction.total(rows, batch)
-        # A term without units in the whole step has sum 0; divide it by 1.
-        return dict(zip(counted, torch.where(totals == 0, 1.0, totals), strict=True))
+            names = check_counted(counted, names)
+            row = units_row(counted, names, self.world.device)
+            rows.append(row if micro_batch.counts else torch.zeros_like(row))
+        return rows, names or []
 
 
 class Passes:
@@ -280,7 +300,7 @@ def mean_divisor(weight: Tensor, num_averaged: int) -> Tensor:
 def without_weight(sums: Tensor, totals: Mapping[str, Tensor]) -> Tensor:
     """Return the sums with weight 1: the terms of the loss are divided by their totals already.
 
-    A negative total stays, and makes the step non-finite.
+    A total of NaN stays, and makes the step non-finite.
     """
     least = torch.stack(tuple(totals.values())).min()
-    return torch.cat([sums[:1], torch.where(least < 0, least, 1.0)[None], sums[2:]])
+    return torch.cat([sums[:1], torch.where(least > 0, 1.0, least)[None], sums[2:]])

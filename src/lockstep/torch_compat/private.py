@@ -73,9 +73,10 @@ def check_write_counter(tensors: Any = Tensor) -> None:
 def num_writes(tensor: Tensor) -> int:
     """Return how often a tensor was written to in place, as counted by autograd; -1 if unknown.
 
-    Autograd does not count writes to a tensor that was made in inference mode.
+    Autograd does not count writes to a tensor that was made in inference mode, and torch may stop
+    to tell.
     """
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else getattr(tensor, "_version", -1)
 
 
 def aten_operator(name: str) -> Any:
