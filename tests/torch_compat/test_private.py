@@ -153,6 +153,7 @@ class OptimizedModule(nn.Module):
         (lambda: private.check_scaler(object()), "_found_inf_per_device"),  # type: ignore[arg-type]
         (lambda: private.uncompiled(OptimizedModule()), "_orig_mod"),
         (lambda: private.gather_flat(SimpleNamespace()), "all_gather_into_tensor"),
+        (lambda: private.check_agent(SimpleNamespace()), "_start_workers"),
         (lambda: private.started_processes(SimpleNamespace()), "_pcontext"),
         (lambda: private.started_processes(SimpleNamespace(_pcontext=1)), "_pc.processes"),
         (lambda: private.num_restarts_left(SimpleNamespace()), "_remaining_restarts"),
@@ -412,7 +413,7 @@ def test_buckets_are_forecast_as_a_replica_has_them() -> None:
 
 
 def test_operators_of_a_profile_did_not_run_on_a_gpu() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
         torch.ones(2).add(1)
     events: Any = trace.events()  # type: ignore[no-untyped-call]
     assert events

@@ -28,7 +28,13 @@ from lockstep.launch.logs import LogFollowers
 from lockstep.launch.ranks import Ranks
 from lockstep.launch.stopping import StopRequest
 from lockstep.signals import EXIT_CODES, EXIT_NOT_SAVED
-from lockstep.torch_compat.private import num_restarts_left, rule_out_restarts, started_processes
+from lockstep.torch_compat.private import (
+    check_agent,
+    num_restarts_left,
+    rule_out_restarts,
+    shut_down,
+    started_processes,
+)
 
 LEFT_S = 15.0
 """Ranks fail soon after the other nodes have left; those still running after this are stuck."""
@@ -49,6 +55,7 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, *args: Any, stop: StopRequest, wait_s: float, **settings: Any) -> None:
+        check_agent(LocalElasticAgent)
         super().__init__(*args, **settings)
         self.stop = stop
         self.wait_s = wait_s
@@ -129,7 +136,7 @@ class Agent(LocalElasticAgent):
             self.ranks.end(requested, lambda: self.stop.deadline, report_slow=say)
         elif self.ranks is not None:
             self.ranks.end(death_sig, lambda: deadline)
-        super()._shutdown(death_sig, timeout)
+        shut_down(super()._shutdown, death_sig, timeout)
         self.logs.finish()
 
     def code_after_stop(self, requested: signal.Signals) -> int:

@@ -7,6 +7,7 @@ an error with the name and the version. Does not own: the texts of torch's error
 
 import atexit
 import inspect
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -248,6 +249,21 @@ def gather_flat(distributed: Any) -> Callable[..., Any]:
 
 
 # --- Processes -------------------------------------------------------------------------------
+
+AGENT_METHODS = ("_start_workers", "_monitor_workers", "_shutdown")
+"""The methods of torch's elastic agent that the launcher's own agent overrides."""
+
+
+def check_agent(agent: Any) -> None:
+    """Refuse to launch with a torch whose elastic agent would not call the launcher's methods."""
+    for method in AGENT_METHODS:
+        needed(agent, method, "to watch the ranks of a launch")
+
+
+def shut_down(shutdown: Callable[..., None], number: signal.Signals, timeout_s: int) -> None:
+    """Call an elastic agent's own `_shutdown`, which takes no timeout in torch 2.11."""
+    takes_timeout = "timeout" in inspect.signature(shutdown).parameters
+    shutdown(number, **({"timeout": timeout_s} if takes_timeout else {}))
 
 
 def started_processes(agent: Any) -> tuple[list[Any], list[Path]]:
