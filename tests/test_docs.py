@@ -293,7 +293,9 @@ def table_faults(page: Path) -> list[str]:
     for row in table_rows(page, 4):
         if row[0].isdigit() and row[1] == str(4 * int(row[0])):
             plan = plan_batches(BatchConfig(batch_size=4), 29_500, int(row[0]))
-            if row[1:] != [str(n) for n in (plan.total_batch, plan.steps_per_epoch, plan.dropped)]:
+            if row[1:] != [
+                str(n) for n in (plan.samples_at_once, plan.steps_per_epoch, plan.dropped)
+            ]:
                 faults.append(" ".join(row))
         elif row[0][0].isdigit() and all(cell.isdigit() for cell in row[1:]):
             config = BatchConfig(batch_size=int(row[1]), accumulate=int(row[2]))

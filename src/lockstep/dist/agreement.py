@@ -169,7 +169,7 @@ def state_difference(state: Mapping[str, Any], world: Collectives) -> str:
     if world.size == 1:
         return ""
     own = {name: [contents_of(value), _shown(value)] for name, value in _values(state)}
-    return first_difference(own, world, _first_difference)
+    return first_difference(own, world, _different_key)
 
 
 def first_difference(
@@ -193,8 +193,17 @@ def first_difference(
     if highest == -lowest:
         return ""
     first = json.loads(world.all_texts(text if world.is_first else "{}")[0])
-    differences = world.all_texts(describe(first, own, world.rank))
-    return next((difference for difference in differences if difference), "")
+    return first_of_ranks(describe(first, own, world.rank), world)
+
+
+def first_of_ranks(own: T, world: Collectives) -> T:
+    """Return the first rank's value that is not empty, or an empty one. Collective.
+
+    Args:
+        own: A text, list or dict that JSON can hold.
+    """
+    found = map(json.loads, world.all_texts(json.dumps(own)))
+    return next((value for value in found if value), own)
 
 
 def _values(state: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -218,7 +227,7 @@ def _shown(value: Any) -> str:
     return repr(value)[:40] if is_single else ""
 
 
-def _first_difference(first: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> str:
+def _different_key(first: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> str:
     for name in {**first, **own}:
         if name not in own:
             return f"key {name!r} is on rank 0 and not on rank {rank}"

@@ -8,6 +8,7 @@ the same number of times. The package is named after this rule.
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,33 +47,22 @@ def train_step(
     optimizer: Optimizer,
     batch: StepBatch,
     world: "World",
-    **options: Any,
+    *,
+    weights: Weights | None = None,
+    seed: int = 0,
+    max_grad_norm: float | None = None,
+    autocast: AbstractContextManager[Any] | None = None,
+    scaler: GradScaler | None = None,
+    exact_reducer: ExactReducer | None = None,
+    non_finite: Tensor | None = None,
+    agree_on_memory: bool = False,
+    trained: TrainedParameters | None = None,
+    buffers_later: bool = False,
 ) -> StepReport:
     """Update the weights once, along the gradient of the mean over the global batch. Collective.
 
     A step whose loss or gradient is not finite, or whose total weight is negative, leaves the
     weights unchanged.
-
-    Args:
-        options: The keyword arguments of `TrainStep`.
-
-    Raises:
-        OutOfMemoryError: on all ranks; the weights are unchanged. Replicate the model again.
-        TrainedParametersError: `requires_grad` changed after the model was replicated; the
-            weights are unchanged. On all ranks with `agree_on_memory`, else on the rank that saw
-            it.
-    """
-    take_step = TrainStep(loss, model, optimizer, world, **options)
-    if world.custom_loop is None:
-        return take_step(batch)
-    world.custom_loop.start_step(model, optimizer, batch)
-    report = take_step(batch)
-    world.custom_loop.end_step(batch, report)
-    return report
-
-
-class TrainStep:
-    """Takes the steps of one model. The classes that reduce and update are chosen here, once.
 
     Args:
         weights: A task's `weights`, for a loss of several terms with units of their own.
@@ -88,41 +78,67 @@ class TrainStep:
         buffers_later: Leave each rank's buffers as its own forward passes made them. Call
             `world.sync_buffers(model)` before they are used; until then an evaluation differs
             between ranks. Otherwise every rank has the first rank's buffers after the step.
+
+    Raises:
+        OutOfMemoryError: on all ranks; the weights are unchanged. Replicate the model again.
+        TrainedParametersError: `requires_grad` changed after the model was replicated; the
+            weights are unchanged. On all ranks with `agree_on_memory`, else on the rank that saw
+            it.
+    """
+    take_step = TrainStep(
+        loss,
+        model,
+        optimizer,
+        world,
+        weights=weights,
+        seed=seed,
+        max_grad_norm=max_grad_norm,
+        autocast=autocast,
+        scaler=scaler,
+        exact_reducer=exact_reducer,
+        non_finite=non_finite,
+        agree_on_memory=agree_on_memory,
+        trained=trained,
+        buffers_later=buffers_later,
+    )
+    if world.custom_loop is None:
+        return take_step(batch)
+    world.custom_loop.start_step(model, optimizer, batch)
+    report = take_step(batch)
+    world.custom_loop.end_step(batch, report)
+    return report
+
+
+@dataclass(eq=False)
+class TrainStep:
+    """Takes the steps of one model. How it reduces and updates is chosen once, here.
+
+    The fields are the arguments of `train_step`.
     """
 
-    def __init__(
-        self,
-        loss: Loss,
-        model: nn.Module,
-        optimizer: Optimizer,
-        world: "World",
-        *,
-        weights: Weights | None = None,
-        seed: int = 0,
-        max_grad_norm: float | None = None,
-        autocast: AbstractContextManager[Any] | None = None,
-        scaler: GradScaler | None = None,
-        exact_reducer: ExactReducer | None = None,
-        non_finite: Tensor | None = None,
-        agree_on_memory: bool = False,
-        trained: TrainedParameters | None = None,
-        buffers_later: bool = False,
-    ) -> None:
-        self.loss = loss
-        self.model = model
-        self.optimizer = optimizer
-        self.world = world
-        self.weights = weights
-        self.seed = seed
-        self.max_grad_norm = max_grad_norm
-        self.autocast = autocast or nullcontext()
-        self.non_finite = non_finite
-        self.reduction = choose_reduction(model, world, exact_reducer)
-        self.update = choose_update(optimizer, world.device, scaler, non_finite)
-        self.run_passes = run_together if agree_on_memory else run_alone
-        self.trained = trained or self.reduction.trained
+    loss: Loss
+    model: nn.Module
+    optimizer: Optimizer
+    world: "World"
+    _: KW_ONLY
+    weights: Weights | None = None
+    seed: int = 0
+    max_grad_norm: float | None = None
+    autocast: AbstractContextManager[Any] | None = None
+    scaler: GradScaler | None = None
+    exact_reducer: ExactReducer | None = None
+    non_finite: Tensor | None = None
+    agree_on_memory: bool = False
+    trained: TrainedParameters | None = None
+    buffers_later: bool = False
+
+    def __post_init__(self) -> None:
+        self.reduction = choose_reduction(self.model, self.world, self.exact_reducer)
+        self.update = choose_update(self.optimizer, self.world.device, self.scaler, self.non_finite)
+        self.run_passes = run_together if self.agree_on_memory else run_alone
+        self.trained = self.trained or self.reduction.trained
         # Exact mode merges the statistics of all ranks itself.
-        self.syncs_buffers = not (buffers_later or exact_reducer)
+        self.syncs_buffers = not (self.buffers_later or self.exact_reducer)
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Update the weights once. Collective."""
@@ -244,7 +260,7 @@ class Passes:
             exact=step.reduction.is_exact,
             changed_split=self.batch.changed_split,
         )
-        with step.autocast:
+        with step.autocast or nullcontext():
             result = step.loss(model, micro_batch.data, context)
             return as_partial(result, micro_batch, bool(self.totals))
 
