@@ -86,7 +86,7 @@ def test_the_demo_is_a_command_the_recipe_takes() -> None:
     demo = re.search(r"^DEMO = (.*)$", makefile, re.MULTILINE)
     assert demo
     words = shlex.split(demo[1])
-    assert words[:5] == [".venv/bin/lockstep", "run", "jit", "--gpus", "2"]
+    assert words[:5] == [".venv/bin/lockstep", "run", "jit", "--gpus", "$(DEMO_PROCESSES)"]
     assert flags().read(words[5:]).output_dir == "runs/demo"
 
 

@@ -190,7 +190,7 @@ def padded_step(plan: BatchPlan, num_steps: int) -> int | None:
 
 
 def refuse_changed_split(model: nn.Module, change: SplitChange) -> None:
-    """Refuse micro-batches of another size if the model normalises over each of them.
+    """Refuse micro-batches of a different size if the model normalises over each of them.
 
     Raises:
         ConfigError: with the samples that statistics saw and would see.

@@ -118,7 +118,7 @@ class DoctorCallback(Callback):
             self.found.passed.append(phase)
             self.found.write(self.file)
 
-    def fail(self, phase: str, error: BaseException) -> None:
+    def note_failure(self, phase: str, error: BaseException) -> None:
         """Record that a phase failed, and why."""
         found = self.found
         found.phase = phase
@@ -135,7 +135,7 @@ class DoctorCallback(Callback):
         try:
             return action()
         except Exception as error:
-            self.fail(phase, error)
+            self.note_failure(phase, error)
             leave_process(1)
 
     def on_phase(self, phase: Phase, begins: bool) -> None:
@@ -154,7 +154,7 @@ class DoctorCallback(Callback):
         if error is not None and error is not outer:
             if phase == "build model" and isinstance(error, CheckpointError):
                 name = "resume"  # it is restored there
-            self.fail(
+            self.note_failure(
                 "data" if phase == "find checkpoint" and is_about_data(error) else name, error
             )
             leave_process(1)
@@ -201,7 +201,7 @@ class DoctorCallback(Callback):
         try:
             scratch = self._make_scratch()
         except LockstepError as error:  # all else can still be checked
-            self.fail("folder", error)
+            self.note_failure("folder", error)
             self.found.failed_at = 0.0
             return ""
         self.end("folder")

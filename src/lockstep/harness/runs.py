@@ -54,7 +54,7 @@ class CommandRuns:
         words: The command.
         folder: Gets a folder for each run.
         attach: Returns the variables that attach the tool's callback, given the run's folder.
-        limit_s: The longest time without a sign of life of a run.
+        limit_s: The longest time without progress of a run.
         tell: Called with the name and the seconds of each run that succeeds.
         threads: The CPU threads of each of several ranks; sums depend on it.
         base: The variables to start from; by default those of this process.
@@ -92,7 +92,7 @@ class CommandRuns:
             settings: The settings for the callback.
 
         Raises:
-            LaunchError: the run failed, or showed no sign of life.
+            LaunchError: the run failed, or made no progress.
         """
         folder = self.folder / name.replace(" ", "_")
         began = time.monotonic()

@@ -47,7 +47,7 @@ def needed(owner: Any, path: str, use: str) -> Any:
 def foreach(operation: str) -> Callable[..., Any]:
     """Return torch's kernel that applies an operation to a list of tensors, or a loop over them.
 
-    >>> foreach("add")([torch.ones(1), torch.zeros(1)], 2.0)
+    >>> list(foreach("add")([torch.ones(1), torch.zeros(1)], 2.0))
     [tensor([3.]), tensor([2.])]
     """
     fused = getattr(torch, f"_foreach_{operation}", None)
