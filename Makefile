@@ -1,7 +1,8 @@
 # Everything happens inside this folder; `make help` lists what there is.
 PYTHON ?= python3
-# Two processes, on GPUs if there are any, else on two cores; a minute and a half there.
-DEMO = .venv/bin/lockstep run jit --gpus 2 --output_dir runs/demo --resume discard \
+# Two processes, on two GPUs or two cores (a minute and a half there); one if there is one GPU.
+DEMO_PROCESSES = $$(.venv/bin/python -c "import torch; print(1 if torch.cuda.device_count() == 1 else 2)")
+DEMO = .venv/bin/lockstep run jit --gpus $(DEMO_PROCESSES) --output_dir runs/demo --resume discard \
 	--sample_data 2048 --model JiT-T/4 --img_size 16 --batch_size 32 --epochs 8 --lr 1e-3 \
 	--warmup_epochs 1 --ema_decays 0.99 0.9 --num_workers 0 --sample_steps 20 --grid 32 \
 	--num_fid_samples 64 --eval_interval 4 --save_interval 4 --log_interval 16
@@ -75,7 +76,7 @@ test-torch: $(VERSION:%=.venv-torch-%/.installed)  ## run the core's tests on an
 check: $(STAMP)  ## format, lint, types and tests: what every change must pass
 	@./check
 
-demo: $(STAMP)  ## train a small JiT on two processes and draw what it learned
+demo: $(STAMP)  ## train a small JiT on two processes (one if there is one GPU) and draw what it learned
 	@$(CACHES) $(DEMO)
 
 clean:  ## remove every .venv and whatever was built or cached here

@@ -196,7 +196,7 @@ def faults_of(folder: Path, trial: Trial, way: Way, undisturbed: Any) -> list[st
     trial.saved_step = checkpoint.step if checkpoint else None
     if checkpoint is None or checkpoint.step != EVALUATED_STEP:
         faults.append(f"saved step {trial.saved_step}")
-    elif not checkpoint.load("progress")["owes_evaluation"]:
+    elif not checkpoint.load("progress")["evaluation_pending"]:
         faults.append("no evaluation owed")
     code = way.begin(folder, 0.0).wait(START_S)
     if code:

@@ -44,7 +44,7 @@ PUBLIC_NAMES = {
     "unwrap",
     "CheckpointStore",
     "read_events",
-    "file_prints",
+    "file_fingerprints",
     "shard",
     "LockstepError",
 }

@@ -260,9 +260,9 @@ def test_memory_halves_what_more_ranks_have_cut_already() -> None:
 
 def test_more_ranks_than_samples_in_a_step_are_refused_with_the_numbers() -> None:
     stored, fresh = contract(world_size=1), contract(world_size=5)
-    with pytest.raises(ConfigError, match="5 ranks, but a step has 4 samples") as caught:
+    with pytest.raises(ConfigError, match="a step has 4 samples, too few for 5 ranks") as caught:
         resume_contract(stored, fresh, accept_changes=False)
-    assert caught.value.remedy.startswith("use 4 ranks or fewer, or pass accept_changes=true")
+    assert caught.value.remedy.startswith("use at most 4 ranks, or pass accept_changes=true")
     assert resume_contract(stored, fresh, accept_changes=True) == fresh
 
 

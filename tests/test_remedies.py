@@ -15,11 +15,11 @@ SRC = Path(__file__).parents[1] / "src"
 
 VERBS = re.compile(
     "activate|add|allow|bring|build|call|certify|change|check|choose|convert|copy|correct|count|"
-    "create|define|did|download|draw|export|fix|free|freeze|give|halve|install|keep|leave|let|load|"
+    "create|define|download|draw|export|fix|free|freeze|give|halve|install|keep|leave|let|load|"
     "look|lower|make|mount|move|name|pass|put|quote|raise|read|register|remove|rename|replace|"
     "restore|resume|return|run|save|scale|seed|set|start|train|try|unset|update|use|wait|write"
 )
-"""First words of a remedy. "did" is for "did you mean --gpus?"."""
+"""First words of a remedy."""
 
 IS_REMEDY = re.compile(r"(^|_)(remedy|REMEDY|fix)$")
 """Names of parameters and variables that hold a remedy."""

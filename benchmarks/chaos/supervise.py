@@ -2,7 +2,7 @@
 
     python -m chaos.supervise
 
-Owns: calling `lockstep launch` again with another number of ranks until a run is finished. Does
+Owns: calling `lockstep launch` again with a different number of ranks until a run is finished. Does
 not own: the faults. Each line on its standard input is a run to take up: folder, steps, first
 leg, mutant. It is what dies when the launcher is killed.
 """

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lockstep.callback import Callback as Callback
     from lockstep.checkpoint.store import CheckpointStore as CheckpointStore
     from lockstep.config import RunConfig as RunConfig
-    from lockstep.data.fingerprint import file_prints as file_prints
+    from lockstep.data.fingerprint import file_fingerprints as file_fingerprints
     from lockstep.data.loader import Loader as Loader
     from lockstep.data.loader import plan_for as plan_for
     from lockstep.dist.ddp import Averaging as Averaging
@@ -49,7 +49,7 @@ _HOMES = {
     "Task": "lockstep.task",
     "Trainer": "lockstep.trainer",
     "World": "lockstep.dist.world",
-    "file_prints": "lockstep.data.fingerprint",
+    "file_fingerprints": "lockstep.data.fingerprint",
     "fit": "lockstep.trainer",
     "plan_for": "lockstep.data.loader",
     "prepare": "lockstep.run.build",

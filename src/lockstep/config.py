@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from lockstep.data.loader import LoaderConfig
 from lockstep.dist.ddp import GradientConfig
@@ -82,9 +90,13 @@ class CheckpointConfig(Cadence):
     background: bool = True
     sharded: bool = False
     """Let every rank write a share of the state, instead of the first rank all of it."""
-    on_failed_save: Literal["stop", "go_on"] = "stop"
-    """`stop`: a failed save ends the run, before it can lose much. `go_on`: it warns and tries
-    again at the next one; only the last save of a run must succeed."""
+    on_failed_save: Annotated[
+        Literal["stop", "continue"],
+        BeforeValidator(lambda value: "continue" if value == "go_on" else value),
+    ] = "stop"
+    """`stop`: a failed save ends the run, before it can lose much. `continue` (formerly `go_on`,
+    which is still accepted): the run warns and tries again at the next save; only the last save of
+    a run must succeed."""
 
 
 class RunConfig(BaseModel):
@@ -168,14 +180,19 @@ class RunConfig(BaseModel):
     def _one_exactness(self) -> Self:
         self.gradients.raise_if_unfit(self.exact, self.parallel)
         if self.exact and self.parallel == "fsdp":
-            raise ValueError("exact sums whole gradients, fsdp shards them: set parallel to ddp")
+            raise ValueError(
+                "exact=true sums whole gradients, and parallel=fsdp shards them\n"
+                "  try: set parallel=ddp, or exact=false"
+            )
         if self.compile == "graphs" and self.parallel == "fsdp":
             raise ValueError(
-                "graphs replay fixed addresses, fsdp gathers to new ones: set compile to true"
+                "compile=graphs needs parameters at fixed addresses, and parallel=fsdp gathers "
+                "them at new ones\n  try: set compile=true, or parallel=ddp"
             )
         if self.exact and self.sync_batch_norm:
             raise ValueError(
-                "exact normalises each micro-batch, sync_batch_norm all of them: unset one"
+                "exact=true normalises over each micro-batch, and sync_batch_norm=true over those "
+                "of all ranks\n  try: unset exact or sync_batch_norm"
             )
         return self
 

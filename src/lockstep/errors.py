@@ -6,6 +6,7 @@ LockstepError
 ├── LaunchError        the processes do not form one group
 ├── DataError          a sample, a file or a folder cannot be used
 ├── NonFiniteError     non-finite (NaN or Inf) loss or gradient
+├── OutOfMemoryError   a step did not fit in the memory of a rank
 ├── CheckpointError    a checkpoint cannot be read, or belongs to another run
 │   └── TakenOverError another run now saves into this folder
 ├── NotSavedError      the run was interrupted, and steps will be repeated
@@ -37,8 +38,9 @@ SPEAK_FIRST_S = 3.0
 the first one has exited, and the rank that prints the error must not be cut short."""
 
 PEER_GONE_TEXT = (
-    "lockstep: rank {rank} lost its connection: another rank ended\n"
-    "  try: read the error of that rank above or in its log; LOCKSTEP_TRACEBACK=1 shows this one\n"
+    "lockstep: rank {rank} lost its connection to another rank, which ended\n"
+    "  try: read that rank's error above or in its log; set LOCKSTEP_TRACEBACK=1 to see the "
+    "traceback of this one\n"
 )
 """Printed instead of a traceback, which would hide that of the rank that failed."""
 

@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the one that started it ends.
+    """Ask the kernel to kill this process when the one that started it ends.
 
     Args:
         parent: The process id of the one that started it, if known. It may have ended before

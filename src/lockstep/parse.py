@@ -16,6 +16,9 @@ from lockstep.yaml_input import MAX_DEPTH, YamlProblem, load_yaml
 
 Model = TypeVar("Model", bound=BaseModel)
 
+TRY = "\n  try: "
+"""Separates problem and remedy in the text of a validator's ValueError."""
+
 
 def parse_override(text: str) -> tuple[list[str], Any]:
     """Return the keys and the value of `section.key=value`, as `--set` takes it.
@@ -48,14 +51,16 @@ def parse_model(kind: type[Model], values: Mapping[str, Any]) -> Model:
     if isinstance(values, Mapping):
         for key in values:
             if not isinstance(key, str):  # not a valid keyword
-                raise ConfigError(f"{shown(key)}: keys should be strings", f"change {shown(key)}")
+                raise ConfigError(f"{shown(key)}: keys should be strings", f"quote {shown(key)}")
     with in_a_sentence(kind, values):
         return kind.model_validate(values)
 
 
 @contextmanager
 def in_a_sentence(kind: type[BaseModel], values: Mapping[str, Any]) -> Iterator[None]:
-    """Convert pydantic's error about `values` into one sentence about the first problem.
+    r"""Convert pydantic's error about `values` into one sentence about the first problem.
+
+    A validator may raise `ValueError("problem\n  try: remedy")`.
 
     Raises:
         ConfigError: instead of pydantic's error.
@@ -68,19 +73,24 @@ def in_a_sentence(kind: type[BaseModel], values: Mapping[str, Any]) -> Iterator[
         first = errors[0]
         loc = first["loc"]
         value = first["input"]
-        said = [first["msg"]]
         path = _dotted(loc)
         known = _owner(kind, loc).model_fields
         if first["type"] == "extra_forbidden":
-            raise unknown_key(str(loc[-1]), known, f"at {shown(path)}") from None
+            where = f"in section {_dotted(loc[:-1])}" if loc[:-1] else "at the top level"
+            raise unknown_key(str(loc[-1]), known, where) from None
+        text = first["msg"].removeprefix("Value error, ")
+        problem, _, remedy = text.partition(TRY)
+        said = [problem]
         same_value = [e["msg"] for e in errors if e["loc"][:-1] == loc[:-1] and e["input"] is value]
         if len(same_value) > 1 and loc[-1] not in known:  # a union: one message per type
             path = _dotted(loc[:-1])
             said = same_value
         more = f" (and {len(errors) - len(said)} more)" if len(errors) > len(said) else ""
+        is_section = first["type"] == "value_error" and isinstance(value, Mapping)
+        subject = path if is_section else f"{path or kind.__name__}={shown(value)}"
         raise ConfigError(
-            f"{path or kind.__name__}={shown(value)}: {' or '.join(said)}{more}",
-            f"change {path}" if path else "set the keys one at a time",
+            f"{subject}: ".removeprefix(": ") + " or ".join(said) + more,
+            remedy or f"correct {path or 'the settings'}",
         ) from None
 
 
@@ -96,7 +106,7 @@ def _check_storable(value: Any, path: tuple[int | str, ...]) -> None:
     if isinstance(value, str | PurePath) and re.search("[\ud800-\udfff]", str(value)):
         fault = "is not UTF-8 text"
     if fault:
-        raise ConfigError(f"{_dotted(path)}={shown(value)} {fault}", f"change {_dotted(path)}")
+        raise ConfigError(f"{_dotted(path)}={shown(value)} {fault}", f"correct {_dotted(path)}")
     below: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         below = value.items()
@@ -127,5 +137,5 @@ def section_of(kind: type[BaseModel], key: str) -> type[BaseModel] | None:
 def unknown_key(key: str, known: Mapping[str, Any], where: str) -> ConfigError:
     """Return the error for an unknown key, with the nearest known one."""
     near = closest(key, known)
-    remedy = f"did you mean {near}?" if near else f"use one of {', '.join(sorted(known))}"
+    remedy = f"use {near}" if near else f"use one of {', '.join(sorted(known))}"
     return ConfigError(f"unknown key {shown(key)} {where}", remedy)

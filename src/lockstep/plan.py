@@ -6,6 +6,7 @@ run as the run prints at its start and stores in its checkpoints.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
@@ -14,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 from lockstep.errors import ConfigError
 
 Rule = Literal["none", "linear", "sqrt", "batch"]
+OLD_NAMES = {"cut_for_ranks": "split_for_ranks"}
+"""Fields of a plan that older checkpoints store under another name."""
 
 
 class BatchConfig(BaseModel):
@@ -33,7 +36,10 @@ class BatchConfig(BaseModel):
     @model_validator(mode="after")
     def _one_way_to_say_it(self) -> Self:
         if self.global_batch_size is not None and self.accumulate != 1:
-            raise ValueError("give accumulate or global_batch_size, not both")
+            raise ValueError(
+                f"accumulate={self.accumulate} and global_batch_size={self.global_batch_size} "
+                "both set the size of a step\n  try: set one of them, not both"
+            )
         return self
 
 
@@ -67,14 +73,26 @@ class BatchPlan:
     ranks than the step had leaves."""
     planned_for: int = 0
     """Number of ranks the run started with; 0 in checkpoints of version 0.1."""
-    cut_for_ranks: int = 0
+    split_for_ranks: int = 0
     """Samples per leaf if there are more ranks than leaves of the batch size, else 0."""
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
+        """Rebuild a plan from a checkpoint.
+
+        >>> plan = BatchPlan(100, 8, 1, 96, 2, split_for_ranks=4)
+        >>> stored = asdict(plan)
+        >>> stored["cut_for_ranks"] = stored.pop("split_for_ranks")  # as older versions did
+        >>> BatchPlan.from_json(stored) == plan
+        True
+        """
+        return cls(**{OLD_NAMES.get(name, name): value for name, value in stored.items()})
 
     @property
     def leaf_size(self) -> int:
         """Return the samples per leaf: the batch size, or less if leaves were split."""
         halved = math.ceil(self.batch_size / (1 << self.halvings))
-        return min(halved, self.cut_for_ranks or halved)
+        return min(halved, self.split_for_ranks or halved)
 
     @property
     def began_on(self) -> int:
@@ -121,16 +139,16 @@ class BatchPlan:
         return smaller
 
     def on_ranks(self, world_size: int) -> Self:
-        """Return the plan with the same global batch on another number of ranks.
+        """Return the plan with the same global batch on a different number of ranks.
 
         If a step has fewer leaves than ranks, it is split into one per rank.
         """
-        plan = replace(self, world_size=world_size, planned_for=self.began_on, cut_for_ranks=0)
+        plan = replace(self, world_size=world_size, planned_for=self.began_on, split_for_ranks=0)
         if plan.num_leaves >= world_size:
             return plan
-        return replace(plan, cut_for_ranks=math.ceil(plan.global_batch / world_size))
+        return replace(plan, split_for_ranks=math.ceil(plan.global_batch / world_size))
 
-    def with_cut_of(self, other: "BatchPlan") -> Self:
+    def with_split_of(self, other: "BatchPlan") -> Self:
         """Return the plan with the micro-batches of `other`, if the total batch is the same.
 
         This matters if a loss compares samples of all ranks: 2 ranks x 4 samples become
@@ -146,20 +164,20 @@ class BatchPlan:
             leaves_per_step=other.leaves_per_step,
             planned_for=self.began_on,
             halvings=0,
-            cut_for_ranks=0,
+            split_for_ranks=0,
         )
 
     def halved_for_ranks(self) -> Self:
         """Return the plan with leaves permanently halved until there is one per rank."""
-        plan = replace(self, cut_for_ranks=0)
+        plan = replace(self, split_for_ranks=0)
         while plan.num_leaves < plan.world_size:
             plan = plan.halved()
         return plan
 
 
 @dataclass(frozen=True, slots=True)
-class CutChange:
-    """How a step was split at the checkpoint and is split now, on another number of ranks."""
+class SplitChange:
+    """How a step was split at the checkpoint and is split now, on a different number of ranks."""
 
     was: BatchPlan
     now: BatchPlan
@@ -286,7 +304,7 @@ class Contract:
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Self:
         """Rebuild a contract from a checkpoint."""
-        return cls(**{**stored, "plan": BatchPlan(**stored["plan"])})
+        return cls(**{**stored, "plan": BatchPlan.from_json(stored["plan"])})
 
     def describe(self) -> list[str]:
         """Return the lines printed at the start of every run."""
@@ -328,12 +346,12 @@ def resume_plan(
     changes = [*_plan_changes(stored, fresh), *others]
     changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes if old != new)
     if changed:
-        problem = f"the checkpoint was trained with other numbers: {changed}"
-        raise ConfigError(problem, f"use the old numbers, or {instead}")
+        problem = f"settings or data have changed since the checkpoint: {changed}"
+        raise ConfigError(problem, f"restore the old values, or {instead}")
     if fresh.world_size > stored.global_batch:
         raise ConfigError(
-            f"{fresh.world_size} ranks, but a step has {stored.global_batch} samples",
-            f"use {stored.global_batch} ranks or fewer, or {instead}",
+            f"a step has {stored.global_batch} samples, too few for {fresh.world_size} ranks",
+            f"use at most {count_ranks(stored.global_batch)}, or {instead}",
         )
     return stored.on_ranks(fresh.world_size)
 
@@ -341,7 +359,7 @@ def resume_plan(
 def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> Contract:
     """Return the contract of a resumed run.
 
-    Another number of ranks keeps the stored global batch and learning rate. Any other change
+    A different number of ranks keeps the stored global batch and learning rate. Any other change
     to a step needs accept_changes.
 
     Raises:

@@ -18,7 +18,7 @@ from lockstep.data.order import Order
 from lockstep.dist.agreement import agree_to_continue
 from lockstep.errors import ConfigError
 from lockstep.exact.contrastive import GatheredRows
-from lockstep.plan import Contract, CutChange
+from lockstep.plan import Contract, SplitChange
 from lockstep.randomness import keyed_generator
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Context:
     exact: bool = False
     stop_code: Callable[[], int] | None = None
     """In `finish_evaluation`: the exit code of this rank's stop signal, or 0."""
-    changed_cut: CutChange | None = None
+    changed_split: SplitChange | None = None
     """In a custom loop resumed with other micro-batches: the old and new ones."""
 
     def raise_if_stopping(self) -> None:
@@ -104,17 +104,18 @@ class Context:
         return sum(self.world.all_lengths(len(local) if self.counts else 0)[: self.world.rank])
 
     def _check_gather(self) -> None:
-        if self.training and self.changed_cut is not None:
-            self.changed_cut.raise_for_gather()
+        if self.training and self.changed_split is not None:
+            self.changed_split.raise_for_gather()
         if self.exact:
             raise ConfigError(
-                "the loss gathers, and exact mode must know that before the first step",
+                "the loss calls context.gather, which exact mode must know before the first step",
                 "set gathers = True in the task",
             )
         if not self.training and self.world.size > 1:
             raise ConfigError(
-                "a gather in evaluation: ranks hold different numbers of held-out batches",
-                "define Task.evaluate so that it does not gather",
+                "context.gather was called in an evaluation, where ranks have different numbers of "
+                "batches",
+                "define Task.evaluate without context.gather",
             )
 
 
@@ -127,7 +128,7 @@ class Task:
     """The loss compares the samples of one micro-batch on all ranks. A run then resumes only with
     the same number of them (batch_size x ranks), because the loss depends on it."""
 
-    calls_alike: bool = False
+    calls_model_equally: bool = False
     """`finish_evaluation` calls the model as a module, equally often on every rank. Then
     `parallel=fsdp` does not gather all weights on every rank for it."""
 

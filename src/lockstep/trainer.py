@@ -463,7 +463,7 @@ class Trainer:
 
     def _evaluate_late(self) -> bool:
         """Make the evaluation that the checkpoint lacks; return whether to continue. Collective."""
-        if not self.run.progress.owes_evaluation or self.run.held_out is None:
+        if not self.run.progress.evaluation_pending or self.run.held_out is None:
             return True
         is_best = self._evaluate()
         if self.stopped_by:

@@ -124,7 +124,7 @@ class Flags(argparse.ArgumentParser):
             near = closest(flag, self._option_string_actions)
             raise ConfigError(
                 f"unknown argument {plain(flag)}",
-                f"did you mean {near}?" if near else "read the list of flags in --help",
+                f"use {near}" if near else "read the list of flags in --help",
             )
         return known
 

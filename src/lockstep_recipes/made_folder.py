@@ -21,7 +21,7 @@ RECORD = ".lockstep_sample.json"
 def make_folder(
     folder: Path | str, record: Mapping[str, Any], fill: Callable[[Path], None]
 ) -> Path:
-    """Have `fill` write a folder, unless it already holds exactly the set that `record` describes.
+    """Let `fill` write a folder, unless it already holds exactly the set that `record` describes.
 
     Raises:
         DataError: if the folder holds anything else, or cannot be written.

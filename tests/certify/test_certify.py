@@ -66,7 +66,7 @@ def run_forked(
         try:
             codes = run_ranks(ranks or num_ranks, train, own)
         except RuntimeError as error:
-            if "died without a word" not in str(error) or not (own / KILLED).exists():
+            if "ended without returning a result" not in str(error) or not (own / KILLED).exists():
                 raise
             try:
                 codes = run_ranks(ranks or num_ranks, train, own)

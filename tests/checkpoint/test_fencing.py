@@ -129,7 +129,7 @@ def test_a_suspended_run_cannot_save_once_another_has_its_folder(
 
     def old_run() -> str:
         suspend_before("open", writes_manifest_of_step_4)
-        return train(folder, 8, on_failed_save="go_on")
+        return train(folder, 8, on_failed_save="continue")
 
     with suspended(old_run, tmp_path / "told") as go_on:
         os.unlink(folder / "lock")  # as a file system does that forgets its locks
@@ -157,7 +157,7 @@ def test_a_commit_that_comes_too_late_to_be_refused_is_never_resumed_from(
 
     with suspended(old_run, tmp_path / "told") as go_on:
         os.unlink(folder / "lock")
-        with pytest.raises(RuntimeError, match="died without a word"):
+        with pytest.raises(RuntimeError, match="ended without returning a result"):
             run_ranks(1, train, folder, 3, Killed)
         said = go_on()
     assert late.is_dir()

@@ -121,7 +121,7 @@ def test_a_share_that_lacks_but_its_name_gets_it_at_the_next_try(tmp_path: Path)
 
         os.symlink = symlink  # type: ignore[assignment]
 
-    saving = {"every_steps": 6, "name_steps": True, "on_failed_save": "go_on"}
+    saving = {"every_steps": 6, "name_steps": True, "on_failed_save": "continue"}
     assert run(tmp_path, 2, fail_once, **saving) == [6, 6]
     assert "quota" in warnings(tmp_path, 0)[0][1]
     assert names(tmp_path) == ["checkpoint_step_6.pt", "step_00000006"]
@@ -223,7 +223,7 @@ def test_a_run_that_may_go_on_says_loudly_that_it_has_not_saved(
         num_ranks,
         no_room(num_ranks - 1 if sharded else 0, 1),
         sharded=sharded,
-        on_failed_save="go_on",
+        on_failed_save="continue",
         background=False,
     )
     assert told == [6] * num_ranks
@@ -255,7 +255,7 @@ def test_a_failure_in_the_background_is_said_at_the_next_step(
 
     begun = threading.Event()
     fault = no_room(0, 1, after=lambda: begun.wait(20))
-    told = run(tmp_path, 2, fault, Waits, sharded=sharded, on_failed_save="go_on")
+    told = run(tmp_path, 2, fault, Waits, sharded=sharded, on_failed_save="continue")
     assert told == [6, 6]
     assert [[step for step, _ in warnings(tmp_path, rank)] for rank in (0, 1)] == [[3], [3]]
     assert names(tmp_path) == ["step_00000004", "step_00000006"]
@@ -280,7 +280,7 @@ def test_a_checkpoint_is_told_of_when_it_is_there(sharded: bool, tmp_path: Path)
 
 
 def test_the_last_save_of_a_run_must_succeed(tmp_path: Path) -> None:
-    said = run(tmp_path, 2, no_room(1, *range(1, 99)), on_failed_save="go_on")
+    said = run(tmp_path, 2, no_room(1, *range(1, 99)), on_failed_save="continue")
     assert said[0] == said[1]
     assert said[0][0] == "CheckpointError"
     assert "cannot save step 6" in said[0][1]
@@ -300,7 +300,7 @@ def test_a_rank_that_dies_in_its_share_leaves_the_checkpoint_before(
 
         CheckpointStore.write_share = write_share  # type: ignore[method-assign]
 
-    with pytest.raises(RuntimeError, match="rank 0 failed|rank 1 died without a word"):
+    with pytest.raises(RuntimeError, match="rank 0 failed|rank 1 ended without returning a result"):
         run(tmp_path, 2, plant)
     assert store(tmp_path).steps() == [2]
     assert content(tmp_path, 2) == content(whole, 2)

@@ -96,17 +96,17 @@ MISTAKES = {
     "an unknown flag of a verb": (["plan", "--sampels", "3"], "--samples"),
     "an unknown flag of a recipe": (
         ["run", "jit", "--batch_sise", "3"],
-        "try: did you mean --batch_size?",
+        "try: use --batch_size",
     ),
     "a flag before the script, misspelt": (
         ["launch", "--gpu", "2", "train.py"],
-        "lockstep: launch has no option --gpu\n  try: did you mean --gpus?",
+        "lockstep: launch has no option --gpu\n  try: use --gpus",
     ),
-    "the same with its value": (["launch", "--gpu=2", "train.py"], "try: did you mean --gpus?"),
-    "the same with one dash": (["launch", "-gpus", "2", "a.py"], "try: did you mean --gpus?"),
+    "the same with its value": (["launch", "--gpu=2", "train.py"], "try: use --gpus"),
+    "the same with one dash": (["launch", "-gpus", "2", "a.py"], "try: use --gpus"),
     "a flag before the script of a job": (
         ["submit", "--no-folow", "train.py"],
-        "submit has no option --no-folow\n  try: did you mean --no-follow?",
+        "submit has no option --no-folow\n  try: use --no-follow",
     ),
     "a flag that is near none": (
         ["launch", "--zzz", "train.py"],
@@ -114,18 +114,18 @@ MISTAKES = {
     ),
     "a flag before a command": (
         ["certify", "resume", "--step", "3", "--", "python", "train.py"],
-        "certify resume has no option --step\n  try: did you mean --steps?",
+        "certify resume has no option --step\n  try: use --steps",
     ),
     "a flag before a job to examine": (
         ["doctor", "--second", "3", "--", "python", "train.py"],
-        "doctor has no option --second\n  try: did you mean --seconds?",
+        "doctor has no option --second\n  try: use --seconds",
     ),
     "a value that does not fit": (["run", "jit", "--batch_size", "many"], "--batch_size"),
     "an unknown recipe": (
         ["run", "nosuch"],
         "there is no recipe 'nosuch'\n  try: use one of atlas",
     ),
-    "a recipe misspelt": (["run", "jitt"], "try: did you mean jit?"),
+    "a recipe misspelt": (["run", "jitt"], "try: use jit"),
     "no processes": (["run", "jit", "--gpus", "0"], "--gpus 0 is not a number of processes"),
     "processes in words": (["run", "jit", "--gpus", "two"], "--gpus two is not a number"),
     "a batch larger than the data": (

@@ -240,9 +240,9 @@ def test_a_script_elsewhere_below_is_started_from_here(project: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "script", "said"),
     [
-        ("slrum", "train.py", "nothing to generate for 'slrum'\n  try: did you mean slurm?"),
-        ("slurm", "/tmp/train.py", "/tmp/train.py is not below this folder"),
-        ("slurm", "../train.py", "../train.py is not below this folder"),
+        ("slrum", "train.py", "nothing to generate for 'slrum'\n  try: use slurm"),
+        ("slurm", "/tmp/train.py", "/tmp/train.py is not inside this folder"),
+        ("slurm", "../train.py", "../train.py is not inside this folder"),
     ],
 )
 def test_a_mistake_is_one_line_and_something_to_try(kind: str, script: str, said: str) -> None:

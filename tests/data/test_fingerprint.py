@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.data import fingerprint
 from lockstep.data.contents import contents_of, same_contents
-from lockstep.data.fingerprint import differences, file_prints, take_print
+from lockstep.data.fingerprint import differences, file_fingerprints, take_fingerprint
 
 
 class Folder:
@@ -36,7 +36,7 @@ class Folder:
         return self.names[index]
 
     def fingerprint(self) -> list[str]:
-        return file_prints([(name, [self.root / name]) for name in self.names])
+        return file_fingerprints([(name, [self.root / name]) for name in self.names])
 
 
 def make(root: Path, count: int = 40) -> Folder:
@@ -91,14 +91,14 @@ def test_fifty_changes_of_a_kind_are_all_named(
 ) -> None:
     choose = random.Random(mutate.__name__)
     original = make(tmp_path / "original")
-    before = take_print(original, 0)
+    before = take_fingerprint(original, 0)
     for number in range(50):
         copy = tmp_path / str(number)  # a data set may move: the copy itself is no change
         shutil.copytree(original.root, copy)
-        assert differences(before, take_print(Folder(copy), 0, before), Folder(copy)) == ""
+        assert differences(before, take_fingerprint(Folder(copy), 0, before), Folder(copy)) == ""
         expected = mutate(Folder(copy), choose)
         changed = Folder(copy)
-        assert differences(before, take_print(changed, 0, before), changed) == expected
+        assert differences(before, take_fingerprint(changed, 0, before), changed) == expected
         shutil.rmtree(copy)
 
 
@@ -116,18 +116,22 @@ def test_a_print_of_many_samples_stays_small_and_still_finds_one_edit(tmp_path: 
         def fingerprint(self) -> list[str]:
             return [f"{i} {i == self.edited}" for i in range(self.length)]
 
-    before = take_print(Many(), 0)
+    before = take_fingerprint(Many(), 0)
     assert len(before["entries"]) <= fingerprint.MAX_ENTRIES
     changed = Many()
     changed.edited = 70_001
-    assert "1 with other names" in differences(before, take_print(changed, 0, before), changed)
+    assert "1 with other names" in differences(
+        before, take_fingerprint(changed, 0, before), changed
+    )
     changed = Many()
     changed.length += 7
-    assert "7 samples appended" in differences(before, take_print(changed, 0, before), changed)
+    assert "7 samples appended" in differences(
+        before, take_fingerprint(changed, 0, before), changed
+    )
 
 
 class Samples:
-    """Samples without a print of their own, augmented from a global generator."""
+    """Samples without a fingerprint of their own, augmented from a global generator."""
 
     def __init__(self, count: int = 30, **edited: Tensor) -> None:
         self.count, self.edited = count, edited
@@ -143,21 +147,21 @@ class Samples:
 
 
 def test_a_few_samples_stand_for_a_data_set_without_a_print() -> None:
-    before = take_print(Samples(), 3)
+    before = take_fingerprint(Samples(), 3)
     assert len(before["samples"]) == fingerprint.NUM_SAMPLES
-    assert differences(before, take_print(Samples(), 3, before), Samples()) == ""
+    assert differences(before, take_fingerprint(Samples(), 3, before), Samples()) == ""
     index = sorted(map(int, before["samples"]))[3]
     edited = Samples(**{f"at_{index}": torch.full((4,), index + 0.01)})
-    said = differences(before, take_print(edited, 3, before), edited)
+    said = differences(before, take_fingerprint(edited, 3, before), edited)
     assert said == f"other contents: sample {index}"
-    assert differences(before, take_print(Samples(32), 3, before), Samples(32)) == "2 added"
+    assert differences(before, take_fingerprint(Samples(32), 3, before), Samples(32)) == "2 added"
     rounded = Samples(**{f"at_{index}": torch.full((4,), index * (1 + 1e-7))})
-    assert differences(before, take_print(rounded, 3, before), rounded) == ""
+    assert differences(before, take_fingerprint(rounded, 3, before), rounded) == ""
 
 
 def test_looking_at_samples_leaves_the_data_set_and_the_generators_alone() -> None:
     samples, state = Samples(), torch.get_rng_state()
-    assert take_print(samples, 0)["samples"]
+    assert take_fingerprint(samples, 0)["samples"]
     assert samples.num_reads == 0
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -177,7 +181,7 @@ class Large:  # torch computes its samples with several threads, which this proc
         return self.values.mul(index).exp()
 
 for fingerprint.READ_S, read_s in ((20.0, 0.0), (3.2, 0.16)):
-    print(len(fingerprint.take_print(Large(read_s), 0)["samples"]))
+    print(len(fingerprint.take_fingerprint(Large(read_s), 0)["samples"]))
 """
 
 
@@ -198,8 +202,8 @@ def test_samples_that_never_repeat_or_cannot_be_read_say_nothing() -> None:
         def __getitem__(self, index: int) -> None:
             os._exit(1)
 
-    assert take_print(Restless(), 0) == {"length": 30, "samples": {}}
-    assert take_print(Deadly(), 0) == {"length": 30, "samples": {}}
+    assert take_fingerprint(Restless(), 0) == {"length": 30, "samples": {}}
+    assert take_fingerprint(Deadly(), 0) == {"length": 30, "samples": {}}
 
 
 # --- Prints of earlier versions ---------------------------------------------------------------
@@ -228,14 +232,14 @@ OLD_PRINT: dict[str, Any] = {
 
 def test_a_print_of_an_earlier_version_is_compared_with_whole_paths() -> None:
     kept = WithPaths("/data")
-    now = take_print(kept, 0, OLD_PRINT)
+    now = take_fingerprint(kept, 0, OLD_PRINT)
     assert differences(OLD_PRINT, now, kept) == ""
     moved = WithPaths("/elsewhere")
-    said = differences(OLD_PRINT, take_print(moved, 0, OLD_PRINT), moved)
+    said = differences(OLD_PRINT, take_fingerprint(moved, 0, OLD_PRINT), moved)
     assert said == "other contents: sample 0, sample 29"
     # What ranks compare and the next checkpoint holds is of the present form.
-    assert now["samples"] == take_print(moved, 0, OLD_PRINT)["samples"]
-    assert "old_samples" not in take_print(kept, 0, now)
+    assert now["samples"] == take_fingerprint(moved, 0, OLD_PRINT)["samples"]
+    assert "old_samples" not in take_fingerprint(kept, 0, now)
 
 
 # --- Infinities -------------------------------------------------------------------------------
@@ -252,7 +256,7 @@ def test_samples_with_infinities_are_compared_by_where_they_are() -> None:
     assert same_contents(own, contents_of({"mask": mask.numpy()}))
     for other in (edited, positive, unknown, torch.zeros(6, 6)):
         assert not same_contents(own, contents_of({"mask": other}))
-    assert len(take_print([mask] * 3, 0)["samples"]) == 3
+    assert len(take_fingerprint([mask] * 3, 0)["samples"]) == 3
 
 
 def test_finite_values_have_the_digest_they_always_had() -> None:

@@ -152,7 +152,9 @@ def test_a_loader_does_not_go_on_under_another_seed() -> None:
     state, kind = loader.state_dict(), {"batch_size": 2, "epochs": 1}
     with pytest.raises(ConfigError, match="seed 1 -> 2") as caught:
         Loader(range(12), FakeWorld(), seed=2, **kind).load_state_dict(state)  # type: ignore[arg-type]
-    assert caught.value.remedy == "use the old numbers, or use another folder to start from scratch"
+    assert (
+        caught.value.remedy == "restore the old values, or use another folder to start from scratch"
+    )
     again = Loader(range(12), FakeWorld(), seed=1, **kind)  # type: ignore[arg-type]
     again.load_state_dict(state)
     read += [batch.micro_batches[0].ids.tolist() for batch in again]
@@ -449,7 +451,7 @@ def test_a_data_set_that_begins_to_draw_is_seeded_for_every_sample_of_that_leaf(
 
 
 class Printed(list[int]):
-    """Numbers with a print of their own."""
+    """Numbers with a fingerprint of their own."""
 
     def fingerprint(self) -> list[str]:
         return [str(number) for number in self]

@@ -153,7 +153,7 @@ class OneOther(TinyTask):
 
 
 class Unsorted(TinyTask):
-    """Files in the order a folder happens to list them, with a print of their own."""
+    """Files in the order a folder happens to list them, with a fingerprint of their own."""
 
     def train_data(self) -> Any:
         return Listed(samples(torch.Generator().manual_seed(0)), reverse=rank() == 1)
@@ -216,7 +216,7 @@ def test_ranks_with_different_data_are_refused_by_fit(
 
 
 class Noted(Listed):
-    """Notes which ranks ask for the print of all files."""
+    """Notes which ranks ask for the fingerprint of all files."""
 
     def __init__(self, notes: Path, stale_on: int | None = None) -> None:
         super().__init__(samples(torch.Generator().manual_seed(0)), reverse=False)
@@ -230,7 +230,7 @@ class Noted(Listed):
 
 
 class TwoNodes(TinyTask):
-    """Four ranks on two nodes; the print of the data is another one on `stale_on`, or on all."""
+    """Four ranks on two nodes; the fingerprint of the data differs on `stale_on`, or on all."""
 
     def __init__(self, notes: Path, stale_on: int | None = None) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class Rounded(Augmented):
 
 
 class Slow(Augmented):
-    """Takes longer to read than a print may take, on one rank."""
+    """Takes longer to read than a fingerprint may take, on one rank."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         time.sleep(0.15 * rank())

@@ -355,13 +355,13 @@ def shard_tied() -> None:
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="set parallel to ddp"):
+    with pytest.raises(ConfigError, match="set parallel=ddp"):
         config_for(tmp_path, exact=True)
-    with pytest.raises(ConfigError, match="set compile to true"):
+    with pytest.raises(ConfigError, match="set compile=true"):
         config_for(tmp_path, compile="graphs")
     more = {"precision": "fp16", "max_steps": 1}
     (said, _) = run_ranks(2, problem_of, train_here, Deep, tmp_path, more)
-    assert said == "parallel=fsdp with fp16 needs parameters with an axis"
+    assert said == "parallel=fsdp with precision=fp16 cannot train parameters without dimensions"
     said = run_ranks(2, problem_of, train_here, Reaching, tmp_path, {"max_steps": 1})
     assert said == ["parallel=fsdp: weights are used outside the forward pass of their block"] * 2
     said = run_ranks(2, problem_of, shard_tied)

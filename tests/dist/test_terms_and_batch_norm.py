@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from lockstep import Loader, PartialLoss, RunConfig, World, fit, train_step
 from lockstep.data.loader import plan_for
-from lockstep.dist.batch_norm import refuse_other_cut, synchronise_batch_norm
+from lockstep.dist.batch_norm import refuse_changed_split, synchronise_batch_norm
 from lockstep.errors import ConfigError
-from lockstep.plan import BatchConfig, CutChange, plan_batches
+from lockstep.plan import BatchConfig, SplitChange, plan_batches
 from lockstep.task import Context
 from lockstep.testing import FakeWorld, TinyTask, run_ranks
 
@@ -374,6 +374,6 @@ def test_a_custom_loop_refuses_synchronised_statistics_of_other_samples() -> Non
     was = plan_batches(BatchConfig(batch_size=4), 48, 2)
     model = nn.Sequential(nn.Linear(5, 8), nn.SyncBatchNorm(8))
     with pytest.raises(ConfigError, match="would see 4 samples at a time on 1 rank; .* with 8 on"):
-        refuse_other_cut(model, CutChange(was, was.on_ranks(1)))
+        refuse_changed_split(model, SplitChange(was, was.on_ranks(1)))
     one = plan_batches(BatchConfig(batch_size=8), 48, 1)
-    refuse_other_cut(model, CutChange(was, one))
+    refuse_changed_split(model, SplitChange(was, one))

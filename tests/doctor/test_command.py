@@ -99,7 +99,7 @@ def test_a_batch_script_is_read_for_what_it_asks_of_slurm(tmp_path: Path) -> Non
         ("no-such-program t.py", "no program"),
         ("./nowhere.sh", "no file"),
         ("bash nowhere.sh", "no script"),
-        ("torchrun --nproc_per_node=0 t.py", "starts no process"),
+        ("torchrun --nproc_per_node=0 t.py", "is not a number of processes"),
         ("torchrun --nproc_per_node=2", "names no script"),
         ("torchrun --master_port=99999 t.py", "not a port"),
         ("lockstep run jitt", "no recipe 'jitt'"),

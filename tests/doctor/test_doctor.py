@@ -59,7 +59,7 @@ def say(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     [
         (["--", "no-such-program", "train.py"], "there is no program 'no-such-program'"),
         (["--", "lockstep", "run", "jitt"], "there is no recipe 'jitt'"),
-        (["--", "torchrun", "--nproc_per_node=0", "train.py"], "starts no process"),
+        (["--", "torchrun", "--nproc_per_node=0", "train.py"], "is not a number of processes"),
     ],
 )
 def test_a_command_that_cannot_start_is_the_one_failure(

@@ -65,7 +65,7 @@ def test_an_exception_is_shown_once_with_rank_host_and_step_and_nobody_stays(
         rf"lockstep: rank 1 on {socket.gethostname()}, after step 3: ZeroDivisionError: the planted"
     )
     assert len(re.findall(said, text)) == 1, text
-    assert "it was at" not in text, "what the others were at explains nothing here"
+    assert "still running" not in text, "the stacks of the others explain nothing here"
 
 
 def test_the_same_error_at_the_same_step_three_times_is_not_tried_again(
@@ -80,7 +80,7 @@ def test_the_same_error_at_the_same_step_three_times_is_not_tried_again(
 def test_errors_at_different_steps_are_tried_again(tmp_path: Path, start: Start) -> None:
     launched = start(*LAUNCH, "2", "--restarts=4", TRAIN, tmp_path, "--fail_at=each")
     assert launched.finish() == 0, launched.text
-    assert launched.text.count("lockstep: all ranks start again") == 4, launched.text
+    assert launched.text.count("lockstep: restarting all ranks") == 4, launched.text
 
 
 def test_a_request_that_cannot_work_is_said_once_and_not_tried_again(
@@ -107,7 +107,7 @@ def test_an_error_of_ours_that_a_script_lets_through_is_not_tried_again(
     (tmp_path / "own.py").write_text("import lockstep.errors as e; raise e.DataError('no', 'a')")
     launched = start(*LAUNCH, "1", "--restarts=3", tmp_path / "own.py")
     assert launched.finish(30) == 2, launched.text
-    assert "start again" not in launched.text
+    assert "restarting" not in launched.text
 
 
 WATCHED = """
@@ -193,7 +193,7 @@ def test_ranks_that_waited_in_vain_are_told_what_the_other_was_at(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stuck.py").write_text(STUCK)
     launched = start(*LAUNCH, "2", "stuck.py")
-    said = r"lockstep: rank 1 had not ended; it was at\n  File \".*stuck.py\", line 8 in look_"
+    said = r"lockstep: rank 1 was still running, at\n  File \".*stuck.py\", line 8 in look_"
     wait_until(lambda: re.search(said, launched.text), "the place")
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # torch would wait for 30 s
     assert launched.finish() == 1, launched.text
@@ -271,7 +271,7 @@ def test_a_rank_that_is_stuck_alone_on_its_machine_is_told_of_there(
     # Machines meet on the first, which is there for as long as its own rank is.
     stuck = start(*words, "0", script, env={"IS_STUCK": "yes"})
     other = start(*words, "1", script, env={"IS_STUCK": "no"})
-    said = "lockstep: other machines have ended\nlockstep: rank"
+    said = "lockstep: the launchers on the other nodes have ended\nlockstep: rank"
     wait_until(lambda: said in stuck.text, said)
     assert "in look_for_something" in stuck.text
     os.kill(stuck.pid, signal.SIGTERM)
@@ -287,7 +287,7 @@ def test_a_rank_that_ends_before_it_is_asked_does_not_end_the_launcher(tmp_path:
     (tmp_path / "place.txt").touch()
     processes = [SimpleNamespace(pid=gone.pid, exitcode=None)]  # it was a moment ago
     said = Ranks(processes, [tmp_path], first=1).where()  # type: ignore[arg-type]
-    assert said.splitlines()[0] == "lockstep: rank 1 had not ended; it was at"
+    assert said.splitlines()[0] == "lockstep: rank 1 was still running, at"
 
 
 def test_killed_ranks_go_on_and_end_with_the_same_weights(tmp_path: Path, start: Start) -> None:
@@ -384,7 +384,7 @@ def test_a_machine_that_does_not_come_is_named(start: Start) -> None:
     for one in both:
         assert one.finish(30) == 2, one.text
         assert one.text.startswith(
-            "lockstep: of 3 nodes, these did not come within 6 s: node 2\n  try: "
+            "lockstep: of 3 nodes, node 2 did not join within 6 s\n  try: "
         ), one.text
 
 
@@ -424,7 +424,7 @@ def test_a_log_is_followed_line_by_line_and_to_its_end_at_once(tmp_path: Path) -
     [
         (("2", "nowhere.py"), "there is no script 'nowhere.py'"),
         (("2", "."), "'.' is a folder, not a script"),
-        (("2", "-m"), "-m without a module"),
+        (("2", "-m"), "-m needs the name of a module"),
         (("2", "-m", "nomodule"), "there is no module 'nomodule'"),
         (("2", "-m", ".relative"), "there is no module '.relative'"),
         (("2", "-m", "lockstep.nomodule"), "there is no module 'lockstep.nomodule'"),
@@ -434,9 +434,12 @@ def test_a_log_is_followed_line_by_line_and_to_its_end_at_once(tmp_path: Path) -
         (("none", TRAIN), "--gpus none is not a number of processes"),
         (("2", "--nodes=2", TRAIN), "--nodes 2 needs the address of node 0"),
         (("2", "--head=a:1", TRAIN), "--head 'a:1' names node 0, and --nodes is missing"),
-        (("2", f"--logs={TRAIN}", TRAIN), f"the log folder {TRAIN} cannot be made: File exists"),
+        (("2", f"--logs={TRAIN}", TRAIN), f"the log folder {TRAIN} cannot be created: File exists"),
         (("2", "--nodes=2", "--head=a:b", TRAIN), "--head 'a:b' is not HOST:PORT"),
-        (("2", "--nodes=2", "--node-rank=2", "--head=a:1", TRAIN), "--node-rank 2 of 2 nodes"),
+        (
+            ("2", "--nodes=2", "--node-rank=2", "--head=a:1", TRAIN),
+            "--node-rank 2 is out of range for 2 nodes",
+        ),
     ],
 )
 def test_what_cannot_start_is_one_line(words: tuple[str, ...], said: str, start: Start) -> None:

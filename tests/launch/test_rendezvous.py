@@ -249,7 +249,7 @@ def test_a_stranger_can_neither_join_nor_stop_a_job_nor_have_anything_unpickled(
     for one in both:
         assert "frame #" not in one.text
         assert "Traceback" not in one.text
-    assert both[0].text.count("a launcher on 10.77.0.12 was turned away") == 1, both[0].text
+    assert both[0].text.count("refused a launcher on 10.77.0.12") == 1, both[0].text
 
 
 def test_the_planted_fault_what_is_unpickled_would_be_seen(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_machine_that_is_cut_off_is_named_on_the_other_and_both_end(
     wait_for_ranks(tmp_path, 2, *both)
     machines.cut("node1")
     assert [one.finish(60) for one in both] == [1, 1]
-    silence = "is gone: it gave no sign of life for 5 s\n  try: run the same command on every"
+    silence = "is gone: it sent no heartbeat for 5 s\n  try: run the same command on every"
     assert f"lockstep: node 1 (node1) {silence}" in both[0].text, both[0].text
     assert f"lockstep: node 0 (node0:29500) {silence}" in both[1].text, both[1].text
 
@@ -302,8 +302,8 @@ def test_another_token_is_one_sentence_on_both_nodes(start: Start) -> None:
     other = start(LOCKSTEP, *second[1:], MEET, env=another)
     assert other.finish() == 2, other.text
     assert other.text.count("\n") == 2
-    assert "turned this node away: the job token differs\n  try: set LOCKSTEP_JOB_" in other.text
-    turned_away = "lockstep: a launcher on 127.0.0.1 was turned away: its job token differs\n  try:"
+    assert "refused this node: the job token differs\n  try: set LOCKSTEP_JOB_" in other.text
+    turned_away = "lockstep: refused a launcher on 127.0.0.1: its job token differs\n  try:"
     assert head.text.count(turned_away) == 1, head.text
     assert head.process.poll() is None, "it still waits for the right one"
 
@@ -329,7 +329,7 @@ def test_a_head_that_never_comes_is_said_in_a_sentence(start: Start) -> None:
     _, second = nodes_of(2, None, "--wait=1")
     alone = start(LOCKSTEP, *second[1:], MEET)
     assert alone.finish() == 2, alone.text
-    said = "does not answer within 1 s: Connection refused\n  try: pass the same --head"
+    said = "did not answer within 1 s: Connection refused\n  try: pass the same --head"
     assert said in alone.text
     assert alone.text.count("\n") == 2
 
@@ -339,7 +339,7 @@ def test_a_head_whose_port_is_taken_is_said_in_a_sentence(start: Start) -> None:
         first, _ = nodes_of(2, taken.getsockname()[1])
         head = start(LOCKSTEP, *first[1:], MEET)
         assert head.finish() == 2, head.text
-    assert "cannot be opened here: " in head.text
+    assert "node 0 cannot listen on " in head.text
     assert "in use\n  try: pass the same --head" in head.text
     assert head.text.count("\n") == 2
 
@@ -437,7 +437,7 @@ def test_a_node_that_comes_back_is_waited_for_and_all_train_on(
     both = [start(*command, stay, tmp_path) for command in commands]
     wait_for_ranks(tmp_path, 2, *both)
     os.kill(both[killed].pid, signal.SIGKILL)
-    said = "waiting for it to come back, 600 s at most"
+    said = "waiting up to 600 s for it to come back"
     wait_until(lambda: said in both[1 - killed].text, said)
     for file in tmp_path.glob("there*"):
         file.unlink()

@@ -70,7 +70,7 @@ def test_a_rank_that_exits_with_0_while_others_need_it_ends_the_run(
     assert launched.text.count(said) == 1, launched.text
     remedy = "let all ranks end the script at the same point" if is_silent else AFTER_FIT
     assert f"\n  try: {remedy}" in launched.text
-    assert "start again" not in launched.text, "the script would end early once more"
+    assert "restarting" not in launched.text, "the script would end early once more"
     assert "Traceback" not in launched.text.split(said)[1], "the cause is said last"
     assert launched.orphans() == []
 
@@ -94,7 +94,7 @@ def test_ranks_that_all_exit_with_0_inside_a_run_have_not_finished(
     assert launched.finish(40) == 6, launched.text
     assert len(re.findall(f"lockstep: rank [01] on {HOST}{re.escape(said)}", launched.text)) == 1
     assert launched.text.count("  try: ") == 1, launched.text
-    assert "start again" not in launched.text, "the script would end early once more"
+    assert "restarting" not in launched.text, "the script would end early once more"
     assert "Traceback" not in launched.text
 
 
@@ -139,7 +139,7 @@ def test_an_error_of_a_rank_on_its_own_is_not_taken_for_an_early_exit_of_another
     assert launched.text.count("Traceback (most recent call last)") == 2, launched.text
     said = f"lockstep: rank 0 on {HOST}: RuntimeError: upload: Read timed out\n"
     assert launched.text.count(said) == 2, launched.text
-    assert "all ranks start again (1 times at most)" in launched.text
+    assert "restarting all ranks (restarts left: 0)" in launched.text
     assert "still needed it" not in launched.text
 
 

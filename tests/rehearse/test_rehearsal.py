@@ -52,7 +52,7 @@ FAULTS = {
     "nothing held out, a bad state": ("save", "cannot save 'task.lock'"),
     "load_state": ("resume", "KeyError: 'planted in load_state' at planted.py:28 in load_state"),
     "end": ("finish", "ValueError: planted at the end at planted.py:32 in finish_evaluation"),
-    "hang": ("finish", "no sign of life for 10 s at planted.py:34 in finish_evaluation"),
+    "hang": ("finish", "no progress for 10 s at planted.py:34 in finish_evaluation"),
 }
 
 

@@ -76,7 +76,7 @@ def fail_alone(folder: Path) -> str:
 
 
 def test_an_error_is_not_hidden_by_ranks_that_cannot_be_told_of_it(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="died without a word"):
+    with pytest.raises(RuntimeError, match="ended without returning a result"):
         run_ranks(2, fail_alone, tmp_path)
     assert "another run took over the folder" in (tmp_path / "said").read_text()
 

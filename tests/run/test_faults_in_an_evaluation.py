@@ -105,12 +105,12 @@ def test_a_bug_in_an_evaluation_does_not_lose_the_steps_before(
     saved = newest(tmp_path)
     assert saved is not None, "the steps are lost"
     assert saved.step == EVALUATE_AT
-    assert saved.load("progress")["owes_evaluation"] is True
+    assert saved.load("progress")["evaluation_pending"] is True
 
     again = run(tmp_path, num_ranks, lambda: Faulty("evaluate", failing))
     for rank, (kind, _, _) in enumerate(again):
         assert kind == ("ValueError" if rank in failing else "OtherRankError")
-    assert newest(tmp_path).load("progress")["owes_evaluation"] is True
+    assert newest(tmp_path).load("progress")["evaluation_pending"] is True
 
     assert run(tmp_path, num_ranks, Faulty) == [NUM_STEPS] * num_ranks
     evaluated = [e["step"] for e in read_events(tmp_path) if e["event"] == "evaluation"]

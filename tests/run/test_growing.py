@@ -155,8 +155,8 @@ def test_more_ranks_than_samples_in_a_step_are_refused(tmp_path: Path) -> None:
     refused = run_ranks(3, train, Tiny, tmp_path, changes)
     assert refused[0] == refused[1] == refused[2]
     assert refused[0] == (
-        "3 ranks, but a step has 2 samples",
-        "use 2 ranks or fewer, or pass accept_changes=true to continue with the new ones",
+        "a step has 2 samples, too few for 3 ranks",
+        "use at most 2 ranks, or pass accept_changes=true to continue with the new ones",
         2,
     )
 
@@ -169,10 +169,10 @@ def test_exact_mode_keeps_its_bits_or_asks(
         run_ranks(1, train, Tiny, folder, {"exact": True, "max_steps": 3})
     problem, remedy, code = run_ranks(2, train, Tiny, two, {"exact": True})[0]
     assert problem == (
-        "2 ranks, but a step is 1 x 8 samples: with smaller micro-batches exact mode would give "
-        "other bits"
+        "a step has 1 x 8 samples, too few micro-batches for 2 ranks: smaller ones would change "
+        "the bits of exact mode"
     )
-    assert remedy.startswith("use 1 rank or fewer, or pass accept_changes=true")
+    assert remedy.startswith("use at most 1 rank, or pass accept_changes=true")
     assert code == 2
     accepted = {"exact": True, "accept_changes": True}
     capfd.readouterr()
@@ -183,7 +183,7 @@ def test_exact_mode_keeps_its_bits_or_asks(
     ) in capfd.readouterr().out
     # From there on the bits belong to the step again: the smaller micro-batches stay.
     plan = checkpoint_of(two).meta["contract"]["plan"]
-    assert (plan["halvings"], plan["cut_for_ranks"]) == (1, 0)
+    assert (plan["halvings"], plan["split_for_ranks"]) == (1, 0)
     run_ranks(1, train, Tiny, two, {"exact": True})
     run_ranks(2, train, Tiny, one, {**accepted, "max_steps": 5})
     run_ranks(2, train, Tiny, one, {"exact": True})

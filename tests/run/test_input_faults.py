@@ -246,7 +246,7 @@ OTHER: dict[str, Any] = {
     "resume": "never",
     "loader.on_bad_sample": "skip",
     "rate.lr_scaling": "sqrt",
-    "checkpoint.on_failed_save": "go_on",
+    "checkpoint.on_failed_save": "continue",
     "on_out_of_memory": "stop",
     "on_non_finite": "skip",
 }

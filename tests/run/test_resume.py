@@ -128,7 +128,7 @@ def live(
 
 def die(folder: Path, num_ranks: int, mischief: Mischief, **options: Any) -> None:
     """Run `fit` until it is killed."""
-    with pytest.raises(RuntimeError, match="died without a word|failed"):
+    with pytest.raises(RuntimeError, match="ended without returning a result|failed"):
         live(folder, num_ranks, mischief, **options)
 
 

@@ -126,7 +126,7 @@ def test_a_best_checkpoint_that_could_not_be_saved_hides_no_other(
         CheckpointStore.save = save  # type: ignore[method-assign]
 
     evaluation = {"every_steps": 2, "best_metric": "score", "save_best": True}
-    saving = {"every_steps": 2, "on_failed_save": "go_on", "background": False}
+    saving = {"every_steps": 2, "on_failed_save": "continue", "background": False}
     changes = {"evaluation": evaluation, "checkpoint": saving}
     run(tmp_path, 1, lambda: Scores(NUM_SAMPLES), fail_once, **changes)
     checkpoint = store(tmp_path).open("best_model.pt")

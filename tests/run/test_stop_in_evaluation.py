@@ -142,7 +142,7 @@ def check_stopped(folder: Path, results: list[RunResult], step: int) -> None:
     assert saved is not None
     assert rejected == []
     assert (saved.step, saved.meta["metrics"]) == (step, {})
-    assert saved.load("progress")["owes_evaluation"] is True
+    assert saved.load("progress")["evaluation_pending"] is True
     assert step not in measured(folder)
     best = store(folder).aliases().get("best_model.pt", "none")
     assert best != f"step_{step:08d}"
@@ -220,7 +220,7 @@ def test_an_evaluation_that_was_made_up_for_is_no_longer_owed(
     saved, rejected = store(tmp_path).latest()
     assert saved is not None
     assert (saved.step, rejected) == (NUM_STEPS, [])
-    assert saved.load("progress")["owes_evaluation"] is False
+    assert saved.load("progress")["evaluation_pending"] is False
     assert saved.meta["metrics"] == measured(tmp_path)[NUM_STEPS]
     third = run(tmp_path, 2, **changes)
     assert [(result.step, result.exit_code) for result in third] == [(NUM_STEPS, 0)] * 2
@@ -258,7 +258,7 @@ def test_the_planted_fault_a_stop_that_forgets_the_evaluation_is_found(
         real = Trainer.finish
 
         def finish(trainer: Trainer) -> RunResult:
-            trainer.run.progress.owes_evaluation = False
+            trainer.run.progress.evaluation_pending = False
             return real(trainer)
 
         Trainer.finish = finish  # type: ignore[method-assign]

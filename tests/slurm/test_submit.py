@@ -45,7 +45,7 @@ def say(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 HEADER = """\
 #!/usr/bin/env bash
-# Written by `lockstep submit`; may be changed and given to sbatch.
+# Written by `lockstep submit`. You may edit it, and submit it with sbatch.
 #SBATCH --job-name=train
 #SBATCH --partition=gpu
 #SBATCH --account=lab
@@ -54,17 +54,17 @@ HEADER = """\
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=12
 #SBATCH --time=12:00:00
-#SBATCH --signal=USR1@120        # so many seconds before the limit: save, and leave
+#SBATCH --signal=USR1@120        # tell ranks to save this many seconds before the limit
 #SBATCH --output=lockstep_jobs/train_%j.log
-#SBATCH --open-mode=append       # one log, however often the job is queued
+#SBATCH --open-mode=append       # keep one log when the job is requeued
 #SBATCH --requeue
 #SBATCH --qos=high
 #SBATCH --exclusive
 
-restarts=2 # after a failure, in this allocation
-requeues=100 # at most, at the time limit
-warn=120 # seconds before the time limit ranks are told to save
-crash_loop=3 # so often the same error at the same step, and it is the end
+restarts=2 # maximum number after failures, in this allocation
+requeues=100 # maximum number of returns to the queue
+warn=120 # ranks are told to save this many seconds before the time limit
+crash_loop=3 # give up after so many times the same error at the same step
 record=lockstep_jobs/train
 srun_options=(--cpus-per-task=12)
 module load cuda
@@ -378,12 +378,15 @@ def test_a_task_of_an_array_finds_its_number_in_the_words(folder: Path) -> None:
 
 WRONG = {
     "no such script": (("nowhere.py",), "there is no script 'nowhere.py'"),
-    "no module": (("-m",), "-m without a module"),
-    "no nodes": (("--nodes", "0", "train.py"), "--nodes 0 is too few"),
+    "no module": (("-m",), "-m needs the name of a module"),
+    "no nodes": (("--nodes", "0", "train.py"), "--nodes 0 is less than 1"),
     "no processes": (("--processes-per-node", "-2", "train.py"), "--processes-per-node -2"),
     "a time that is none": (("--time", "soon", "train.py"), "--time soon is not a time limit"),
     "no time": (("--time", "0:00", "train.py"), "--time 0:00 is not a time limit"),
-    "all of it for saving": (("--time", "2", "train.py"), "--time 2 is 120 s, and --warn 120"),
+    "all of it for saving": (
+        ("--time", "2", "train.py"),
+        "--warn 120 leaves no time to train: --time 2 is 120 s",
+    ),
     "what lockstep sets": (("--sbatch", "signal=TERM@9", "train.py"), "--sbatch signal=..."),
     "no option": (("--sbatch", "=3", "train.py"), "--sbatch =3 is not an option"),
 }
@@ -410,7 +413,7 @@ def test_without_slurm_it_says_so_and_names_the_dry_run(
     monkeypatch.setenv("PATH", str(folder))
     assert say(monkeypatch, "train.py") == 2
     said = capsys.readouterr().err
-    assert said.startswith("lockstep: there is no SLURM on this machine")
+    assert said.startswith("lockstep: SLURM is not installed on this machine")
     assert "--dry-run" in said
     assert say(monkeypatch, "--dry-run", "train.py") == 0
     assert capsys.readouterr().out.startswith("#!/usr/bin/env bash")

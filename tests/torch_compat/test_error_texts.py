@@ -49,7 +49,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for batch in Loader(data, world, batch_size=4, epochs=1):
     train_step(loss, model, optimizer, batch, world)
 """
-SENTENCE = "lockstep: rank 0 lost its connection: another rank ended\n  try: read the error of that"
+SENTENCE = "lockstep: rank 0 lost its connection to another rank, which ended\n  try: read that"
 
 
 def train_on_two(code: str, folder: Path, python: Path, **env: str) -> str:

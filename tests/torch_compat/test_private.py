@@ -136,7 +136,8 @@ def test_what_is_missing_is_named_with_the_version() -> None:
         private.needed(Tensor, "_not_there", "to see which buffers a step changes")
     assert str(caught.value) == (
         f"torch {torch.__version__} has no Tensor._not_there, which lockstep needs to see which "
-        "buffers a step changes\n  try: install a version of torch that docs/versions.md lists"
+        "buffers a step changes\n  try: install a version of torch that lockstep was tested with: "
+        "see docs/versions.md"
     )
 
 

@@ -1,6 +1,6 @@
 """Time all-reduces of many sizes, in a run or between the processes of this machine.
 
-Owns: their times, starting processes for them, and the table. Does not own: the fit (`link.py`).
+Owns: measuring, starting processes for it, and the table. Does not own: the fit (`link.py`).
 """
 
 import time
@@ -22,7 +22,7 @@ NUM_REPEATS = 8
 SIZES_BYTES = tuple(4096 * 4**power for power in range(7))
 """4 KiB to 16 MiB."""
 SIZE_S = 0.3
-"""How long one size may take, all repeats together, from the third on."""
+"""Time limit for all repeats of one size, after the first three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class AllReduceTimes:
     link: Link
 
     def lines(self) -> list[str]:
-        """Lay it out as a table."""
+        """Return the times as lines of a table."""
         lines = [f"  {'bytes':>12}{'ms':>12}{'GB/s':>12}{'fit ms':>12}"]
         for size, seconds in self.times:
             gb_per_s = 2 * (self.ranks - 1) / self.ranks * size / seconds / 1e9
@@ -67,7 +67,7 @@ def choose_ranks(asked: int) -> int:
 
 
 def measure_collectives(ranks: int) -> AllReduceTimes:
-    """Time all-reduces between so many processes, a GPU each if there are any."""
+    """Time all-reduces between `ranks` processes, each on its own GPU if there are GPUs."""
     results = run_ranks(ranks, _time_as_rank, timeout_s=LIMIT_S)
     backend, device, _ = results[0]
     all_times = zip(*(times for _, _, times in results), strict=True)
@@ -81,7 +81,7 @@ def _time_as_rank() -> tuple[str, str, list[tuple[int, float]]]:
 
 
 def time_together(action: Callable[[], object], world: Collectives, clock: Clock) -> float:
-    """Return how long something takes that all ranks begin together. Collective."""
+    """Return the time of an action that all ranks start together. Collective."""
     world.barrier()
     clock.synchronize()
     began = time.perf_counter()
@@ -103,6 +103,6 @@ def time_sizes(world: Collectives, clock: Clock) -> list[tuple[int, float]]:
         spent_us = 0
         while len(times) < 3 or (len(times) < 3 * NUM_REPEATS and spent_us < SIZE_S * 1e6):
             times.append(time_together(send, world, clock))
-            (spent_us,) = world.all_max(int(sum(times) * 1e6))  # all stop together
+            (spent_us,) = world.all_max(int(sum(times) * 1e6))  # so that all ranks stop together
         results.append((num_bytes, median(times[1:])))
     return results

@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 from lockstep.bench.link import Link
 
 SUM_BYTES = 64
-"""Size of a vote, or of the sums of a step's losses."""
+"""The size of a vote, or of the sums of a step's losses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that travel together."""
+    """Gradients that are sent together."""
 
     size_bytes: int
     ready_s: float
-    """From the start of the step to the last of its gradients."""
+    """The time from the start of the step until its last gradient is ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A step of one process, with no others beside it."""
+    """A step of one process, with no others on the machine."""
 
     step_s: float
     backward_end_s: float
@@ -38,14 +38,14 @@ class Timeline:
     """The standard deviation of `step_s`."""
     micro_batches: int = 1
     num_sums: float = 0.0
-    """How many small sums over ranks a step waits for."""
+    """The number of small sums over ranks that a step waits for."""
     fixed_batch: bool = False
-    """Whether the user gave the global batch: more GPUs then take fewer micro-batches each."""
+    """Whether the user set the global batch: then more GPUs take fewer micro-batches each."""
     wait_s: float = 0.0
-    """Waiting for data, after the backward pass; on a GPU it partly overlaps with computation."""
+    """The wait for data after the backward pass; on a GPU it partly overlaps with computation."""
 
     def on(self, ranks: int) -> "Timeline":
-        """Return the step of one of so many ranks, without any communication."""
+        """Return the step of one of `ranks` ranks, without communication."""
         num = max(1, -(-self.micro_batches // ranks)) if self.fixed_batch else self.micro_batches
         less = (self.micro_batches - num) / self.micro_batches
         less_s = self.backward_end_s * less
@@ -72,7 +72,7 @@ def step_s(timeline: Timeline, costs_s: Sequence[float], sums_s: float = 0.0) ->
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A step on so many GPUs, with a good and a bad case."""
+    """A step on some number of GPUs, with a good and a bad case."""
 
     ranks: int
     step_s: float
@@ -86,11 +86,11 @@ class Forecast:
     exposed_s: float
     """The part of buckets and small sums that does not overlap with computation."""
     late_s: float
-    """How far the slowest rank is behind."""
+    """The expected delay of the slowest rank."""
 
 
 def slowest_of(ranks: int) -> float:
-    """Return by how many standard deviations the slowest of so many ranks is late on average.
+    """Return the mean delay of the slowest of `ranks` ranks, in standard deviations.
 
     >>> [round(slowest_of(ranks), 2) for ranks in (1, 2, 64, 1024)]
     [0.0, 0.59, 2.34, 3.23]

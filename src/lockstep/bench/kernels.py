@@ -125,7 +125,7 @@ class Trace:
 
 
 def is_annotation(event: Any) -> bool:
-    """Say whether an event on the GPU's timeline only names a span, and is no kernel."""
+    """Return whether an event on the GPU's timeline only names a span and is not a kernel."""
     named = event.name.startswith(
         ("ProfilerStep", "Optimizer.", "DistributedDataParallel", "nccl:")
     )

@@ -101,7 +101,7 @@ def kind_of(name: str) -> str:
 
 
 def is_missed(name: str) -> bool:
-    """Say whether an operator without a formula may be more than pointwise work.
+    """Return whether an operator without a formula may be more than pointwise work.
 
     >>> is_missed("aten.add"), is_missed("aten.mv"), is_missed("mine.kernel")
     (False, True, True)

@@ -36,7 +36,7 @@ class ProfiledSteps:
 
     @property
     def is_complete(self) -> bool:
-        """Say whether the last step has begun."""
+        """Return whether the last step has begun."""
         return self.num_begun >= TRACE_STEPS + COUNTED_STEPS
 
     def start_step(self) -> None:

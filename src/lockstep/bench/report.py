@@ -1,6 +1,6 @@
 """Report the measurements: a table, the limit in words, a forecast.
 
-Owns: the words and the layout, for people and as JSON. Does not own: any number.
+Owns: texts and layout, for people and as JSON. Does not own: any number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ WORTH_NAMING = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of some number of processes, compared with one."""
+    """The figures of one number of processes, compared with those of one process."""
 
     ranks: int
     step_ms: float
@@ -39,7 +39,7 @@ class Row:
     """The share of a step spent waiting for data."""
     compute_ms: float
     alone_ms: float
-    """The time that one process takes for the same work."""
+    """The time of one process for the same work."""
     all_reduce_ms: float
     backward_ms: float
     input_samples_per_s: float
@@ -72,13 +72,13 @@ class Row:
 
 
 def alone_s(found: Measured, one: Measured) -> float:
-    """Return the time of one process for a step of one of several, without waiting for data."""
+    """Return the time that one process needs for a rank's share of a step, without data waits."""
     own = one.timeline().on(found.ranks)
     return own.step_s - own.wait_s
 
 
 def limit_of(found: Measured, one: Measured) -> str:
-    """Say in words what limits the speed of a step."""
+    """Return as text what limits the speed of a step."""
     own_s = found.compute_s - found.local_wait_s
     losses = {"input": found.wait_s}
     if found.ranks > 1:
@@ -130,7 +130,7 @@ class Scaling:
 
     @classmethod
     def of(cls, command: Sequence[str], found: Sequence[Measured], asked: Link | None) -> "Scaling":
-        """Compare; forecast for the link asked for, else the measured one, else the known ones."""
+        """Compare; forecast for the link `asked`, or the measured one, or the known ones."""
         one, most = found[0], found[-1]
         link = most.link()
         timeline = one.timeline(num_sums=most.sums_per_step)
@@ -143,7 +143,7 @@ class Scaling:
         return cls(list(command), list(found), rows, link, forecasts, remarks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the report as plain values."""
         one, facts = self.found[0], self.found[0].facts
         names = ("device", "backend", "threads", "num_workers", "parameters")
         return {
@@ -170,7 +170,7 @@ class Scaling:
         }
 
     def lines(self) -> list[str]:
-        """Lay it out as tables."""
+        """Return the report as lines of tables."""
         heads = ["processes", "step ms", "samples/s", "theoretical", "actual", "overhead"]
         heads += ["efficiency", "communication", "input"]
         lines = ["", _cells(heads)]
@@ -207,7 +207,7 @@ def _forecast_line(made: Forecast) -> str:
 
 
 def step_lines(found: Measured) -> list[str]:
-    """Say where the time of a step goes."""
+    """Return lines about where the time of a step goes."""
     body_s = found.backward_end_s + found.after_s
     between_s = max(0.0, found.compute_s - found.local_wait_s - body_s)
     parts = {
@@ -234,7 +234,7 @@ def step_lines(found: Measured) -> list[str]:
 
 
 def work_lines(found: Measured, work: Work) -> list[str]:
-    """Say how near a step is to what the machine can do, and whether the host limits it."""
+    """Return lines about how close a step is to the limits of the machine and of the host."""
     amount, unit = _scaled(work.operations)
     least, most = (f(n for rank in work.operations_each for n in rank) for f in (min, max))
     spread = f", {_scaled(least)[0]} to {_scaled(most)[0]}" if most > 1.05 * least else ""
@@ -279,13 +279,13 @@ def work_lines(found: Measured, work: Work) -> list[str]:
 
 
 def is_host_bound(found: Measured, work: Work) -> bool:
-    """Say whether the GPU waits for the host to launch kernels, and not for data."""
+    """Return whether the GPU waits for the host to launch kernels, and not for data."""
     is_idle = work.busy is not None and work.busy < BUSY
     return is_idle and found.wait_s < WORTH_NAMING * found.step_s
 
 
 def _percent(shares: Mapping[str, float]) -> str:
-    """Return shares as words, without those below a percent."""
+    """Return shares as text, without those below one percent."""
     named = {name: share for name, share in shares.items() if share >= 0.01}
     return ", ".join(f"{name} {100 * share:.0f} %" for name, share in named.items()) or "nothing"
 
@@ -301,7 +301,7 @@ def _scaled(number: float) -> tuple[str, str]:
 
 
 def input_lines(found: Measured) -> list[str]:
-    """Say whether the loader is as fast as the steps."""
+    """Return lines about whether the loader is as fast as the steps."""
     needed = found.facts["global_batch"] / (found.step_s - found.wait_s)
     reads = found.input_samples_per_s
     share = found.wait_s / found.step_s

@@ -1,7 +1,7 @@
-"""Run a command to be measured, as it was typed or on several processes.
+"""Run a command to measure it, as typed or on several processes.
 
-Owns: the folder of a measurement and its runs. Does not own: what a rank measures (`callback.py`),
-or how its figures are read (`measured.py`).
+Owns: the folder of a measurement and its runs. Does not own: measuring in a rank (`callback.py`),
+or reading the figures (`measured.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from lockstep.harness.runs import CommandRuns, runs_folder
 
 
 class BenchRuns(CommandRuns):
-    """Runs a command as it was typed, or as so many ranks of one group, and measures it."""
+    """Runs a command as typed or as several ranks of one group, and measures it."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class BenchRuns(CommandRuns):
         super().__init__(words, folder, attach, limit_s=limit_s, tell=report, threads=threads)
 
     def measure(self, ranks: int, steps: int, *, profiles: bool = True) -> Measured:
-        """Run the command on so many ranks; 0: as it was typed."""
+        """Run the command on `ranks` ranks, or as typed if it is 0."""
         settings = BenchSettings(steps, profiles)
         folder = self.run(f"{ranks} x" if ranks else "as typed", ranks, asdict(settings))
         return Measured.read(folder, ranks)
@@ -43,6 +43,6 @@ class BenchRuns(CommandRuns):
 def bench_runs(
     words: Sequence[str], limit_s: float, threads: int, report: Callable[[str, float], None]
 ) -> Iterator[BenchRuns]:
-    """Yield the runs of a command in a folder that is kept only if one of them fails."""
+    """Yield the runs of a command; their folder is kept only if one of them fails."""
     with runs_folder("bench") as folder, ending_on_signals():
         yield BenchRuns(words, folder.path, limit_s=limit_s, threads=threads, report=report)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.certify.cut import Cut
 from lockstep.data.batch import StepBatch
-from lockstep.data.fingerprint import take_print
+from lockstep.data.fingerprint import take_fingerprint
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.fsdp import gathered
 from lockstep.nested import tensors_in
@@ -85,8 +85,8 @@ class Tracer:
         run = self.run
         if not run.world.is_first:
             return {}
-        held = run.prints.get("training", {})
-        again = take_print(run.loader.dataset, run.config.seed, held)
+        held = run.fingerprints.get("training", {})
+        again = take_fingerprint(run.loader.dataset, run.config.seed, held)
         return {"holds": hash_of(held), "repeats": bool(held) and held == again}
 
     def write_cut(self, cut: Cut) -> None:

@@ -214,7 +214,7 @@ def plain_name(name: str) -> str:
     """Return the name if it cannot lead out of its folder; refuse it otherwise."""
     if not _PLAIN_NAME.fullmatch(name):
         raise CheckpointError(
-            f"{name!r:.120} cannot name a file", "use letters, digits and . _ + = -"
+            f"{name!r:.120} cannot be a file name", "use letters, digits and . _ + = - only"
         )
     return name
 
@@ -320,7 +320,10 @@ def _seal(manifest: Mapping[str, Any]) -> bytes:
     try:
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(v)}" for key, v in manifest.items())
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the meta data is not JSON: {error}", "convert it") from error
+        raise CheckpointError(
+            f"the meta data cannot be written as JSON: {error}",
+            "use numbers, texts, lists and dicts in it",
+        ) from error
     body = f"{{{lines}".encode()
     return body + f',\n"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
 

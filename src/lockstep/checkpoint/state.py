@@ -116,7 +116,9 @@ def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
                 return {key: visit(item) for key, item in items}
             case {"tensor": str(name)} if (stored := node.get("tied_to", name)) in tensors:
                 return _restored(tensors[stored], node.get("dtype"))
-        raise CheckpointError(f"unknown entry in a skeleton: {node!r:.200}", "use another one")
+        raise CheckpointError(
+            f"unknown entry in a skeleton: {node!r:.200}", "use an older checkpoint"
+        )
 
     return visit(skeleton)
 

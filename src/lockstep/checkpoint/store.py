@@ -54,6 +54,9 @@ from lockstep.nested import tensors_in
 
 _log = logging.getLogger("lockstep")
 
+CHECK_FOLDER = "check the permissions of the folder, and that its disk is mounted and not full"
+"""The remedy for an error of the file system."""
+
 _GENERATION = re.compile(r"\.g(\d+)$")
 """The generation at the end of an unfinished name."""
 
@@ -165,7 +168,7 @@ class CheckpointStore:
     def begin(self, step: int, num_needed: int = 0, replace: bool = False) -> bool:
         """Prepare for the files of a checkpoint; return False if a valid one must be kept."""
         if step < 0:
-            raise CheckpointError(f"a run cannot be at step {step}", "count from 0")
+            raise CheckpointError(f"step {step} cannot be saved", "pass a step of 0 or more")
         final = self.path(step)
         with self._reporting(step, num_needed):
             if not self.generation and generation.claims(self.folder):
@@ -211,7 +214,7 @@ class CheckpointStore:
             CheckpointError: a checkpoint cannot be renamed.
         """
         for path in self.folder.glob(".replaced_*"):
-            with _reported(f"cannot rename {path}", "check the disk"):
+            with _reported(f"cannot rename {path}"):
                 self._restore(path)
 
     def _restore(self, hidden: Path) -> None:
@@ -238,8 +241,8 @@ class CheckpointStore:
             is_taken = os.path.lexists(link) and not link.is_symlink()
             if is_taken or alias == "lock" or STEP_FOLDER.fullmatch(alias):
                 problem = f"{link} cannot be used as the name of a checkpoint"
-                raise CheckpointError(problem, "use another name")
-            with _reported(f"cannot name {link}", "check the folder"):
+                raise CheckpointError(problem, "use a name such as best_model.pt")
+            with _reported(f"cannot create {link}"):
                 self._point(link, target.name)
         return link
 
@@ -437,7 +440,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the claim cannot be written.
         """
-        with _reported(f"cannot take over {self.folder}", "check the folder and its disk"):
+        with _reported(f"cannot take over {self.folder}"):
             accepted = self._accepted()
             steps = {step for step in accepted if step <= resumed_from}
             steps |= {resumed_from} & set(self.steps())  # the user may have chosen a stale one
@@ -486,12 +489,12 @@ class CheckpointStore:
         for old in map(self.path, reversed(steps)):
             names = (old.with_name(f"superseded_{n}_{old.name}") for n in itertools.count(1))
             new = next(name for name in names if not os.path.lexists(name))
-            with _reported(f"cannot set {old} aside", "move it"):
+            with _reported(f"cannot rename {old} to {new.name}"):
                 self._raise_if_taken_over()
                 os.rename(old, new)
                 flush_folder(self.folder)
             moved.append(new)
-        with _reported(f"cannot move names in {self.folder}", "check the folder and its disk"):
+        with _reported(f"cannot update the links in {self.folder}"):
             self._update_aliases()
         return moved
 
@@ -510,7 +513,7 @@ class CheckpointStore:
                     self._point(self.folder / link.name, newest.name)
 
     def _entries(self) -> list[os.DirEntry[str]]:
-        with _reported(f"cannot list {self.folder}", "check it"):
+        with _reported(f"cannot list {self.folder}"):
             try:
                 return [e for e in os.scandir(self.folder) if not e.name.startswith(".")]
             except FileNotFoundError:
@@ -572,7 +575,7 @@ class CheckpointStore:
     def _raise_if_taken_over(self) -> None:
         """Refuse to write after another group has taken over the folder."""
         if self.generation:
-            with _reported(f"cannot list {self.folder}", "check the folder and its disk"):
+            with _reported(f"cannot list {self.folder}"):
                 generation.raise_if_taken_over(self.folder, self.generation)
 
     @contextmanager
@@ -585,7 +588,7 @@ class CheckpointStore:
             raise
 
     def _newest_generation(self) -> generation.Generation | None:
-        with _reported(f"cannot list {self.folder}", "check it"):
+        with _reported(f"cannot list {self.folder}"):
             return generation.newest(self.folder)
 
     def _accepted(self) -> dict[int, int]:
@@ -610,7 +613,8 @@ class CheckpointStore:
                 raise CheckpointError(
                     f"cannot save step {step} in {self.folder}: {error} "
                     f"({needed}{_free_bytes(self.folder)} free)",
-                    "make room or use another folder; earlier checkpoints are unchanged",
+                    "free space on the disk, or save into another folder; earlier checkpoints are "
+                    "unchanged",
                 ) from error
 
     def _of_this_recipe(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -627,7 +631,7 @@ class CheckpointStore:
         guess = closest(Path(wanted).name, existing)
         return CheckpointError(
             f"{wanted!r} is not a checkpoint; {self.folder} holds {', '.join(existing) or 'none'}",
-            f"did you mean {guess!r}?" if guess else "pass a step folder or one of those names",
+            f"use {guess!r}" if guess else "pass a step folder or one of those names",
         )
 
 
@@ -648,12 +652,12 @@ def _check_parameters_are_saved(objects: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _reported(problem: str, remedy: str) -> Iterator[None]:
+def _reported(problem: str) -> Iterator[None]:
     """Turn an OSError into a CheckpointError."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{problem}: {error}", remedy) from error
+        raise CheckpointError(f"{problem}: {error}", CHECK_FOLDER) from error
 
 
 def _is_stale(checkpoint: Checkpoint, newest: generation.Generation | None) -> bool:

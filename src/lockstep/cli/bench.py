@@ -40,7 +40,9 @@ def scaling(
     interconnect: Annotated[
         str, typer.Option(help="forecast for pcie4, nvlink4, ethernet100, ethernet400, ...")
     ] = "",
-    link: Annotated[str, typer.Option(help="or for a link of your own: 12.5GB/s,10us")] = "",
+    link: Annotated[
+        str, typer.Option(help="forecast for a link with this bandwidth and latency: 12.5GB/s,10us")
+    ] = "",
     picture: Annotated[Path | None, typer.Option(help="draw the report into this file")] = None,
     limit: Limit = 300,
     json_file: JsonFile = None,

@@ -35,18 +35,19 @@ def init(kind: str, script: str, args: Sequence[str], force: bool) -> list[str]:
         near = closest(kind, KINDS)
         raise ConfigError(
             f"there is nothing to generate for {shown(kind)}",
-            f"did you mean {near}?" if near else f"use one of {', '.join(KINDS)}",
+            f"use {near}" if near else f"use one of {', '.join(KINDS)}",
         )
     for word in (script, *args):
         check_line("the script or argument", word)
     if Path(script).is_absolute() or ".." in Path(script).parts:
         raise ConfigError(
-            f"{plain(script)} is not below this folder", "run lockstep init where the script is"
+            f"{plain(script)} is not inside this folder",
+            "run lockstep init in the folder of the script",
         )
     files, commands = _files(kind, script, args)
     said = write_all(files, force=force)
     if not os.path.exists(script):
-        said.append(f"there is no {script} here yet; lockstep new makes a first one")
+        said.append(f"there is no {script} here yet; lockstep new creates one to start from")
     return [*said, *(f"  use: {command}" for command in commands)]
 
 

@@ -74,7 +74,7 @@ def launch(
         typer.Option(callback=check_seconds, help="seconds to wait for the other machines"),
     ] = 600,
 ) -> None:
-    """Run a script on several processes: free port, first error shown, nothing left behind."""
+    """Run a script on several processes; show the first error, and end all processes together."""
     with quick_to_interrupt():
         from lockstep.cli.run import count_nodes, count_processes
         from lockstep.launch.local import LaunchRequest

@@ -60,7 +60,8 @@ def show_plan(
         )
     if not 0 < samples < MAX_SAMPLES:
         raise ConfigError(
-            f"--samples {shown(samples)} cannot be planned", "pass the size of the training set"
+            f"--samples {shown(samples)} is not a number from 1 to {MAX_SAMPLES - 1:,}",
+            "pass the number of samples in the training set",
         )
     batch = parse_model(BatchConfig, {"batch_size": batch_size, "accumulate": accumulate})
     values = {"lr": lr, "lr_scaling": lr_scaling, "reference_batch": reference_batch}

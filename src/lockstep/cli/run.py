@@ -21,7 +21,7 @@ def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
         near = closest(recipe, names)
         raise ConfigError(
             f"there is no recipe {shown(recipe)}",
-            f"did you mean {near}?" if near else f"use one of {', '.join(names)}",
+            f"use {near}" if near else f"use one of {', '.join(names)}",
         )
     module = f"lockstep_recipes.{recipe}"
     with quick_to_interrupt():

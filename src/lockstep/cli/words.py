@@ -33,7 +33,7 @@ def check_words(context: typer.Context, words: Typed) -> Typed:
     near = closest(f"--{first.lstrip('-')}", known)
     raise ConfigError(
         f"{verb} has no option {plain(first)}",
-        f"did you mean {near}?" if near else f"run lockstep {verb} --help for its options",
+        f"use {near}" if near else f"run lockstep {verb} --help for its options",
     )
 
 

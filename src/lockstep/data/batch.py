@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.data.feed import pin
 from lockstep.data.order import Ids, Leaf
-from lockstep.plan import CutChange
+from lockstep.plan import SplitChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,5 +63,5 @@ class StepBatch:
     """The samples that the run has consumed after this step."""
     num_leaves: int = 0
     """The number of micro-batches of the step on all ranks together."""
-    changed_cut: CutChange | None = None
+    changed_split: SplitChange | None = None
     """Set if a resume changed the micro-batches without accept_changes."""

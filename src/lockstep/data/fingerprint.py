@@ -1,12 +1,13 @@
 """Fingerprints of a data set, to compare ranks, and to detect changes since a checkpoint.
 
-Owns: the fingerprint (called print here) that checkpoints keep and ranks compare, and the
-messages about differences. Does not own: when to compare. A print does not depend on the folder
-of the data: a copy elsewhere has the same one.
+Owns: the fingerprint that checkpoints keep and ranks compare, and the messages about differences.
+Does not own: when to compare. A fingerprint does not depend on the folder of the data: a copy
+elsewhere has the same one.
 
 A data set may define `fingerprint()`, which returns a text for each sample, in order, that changes
-with the sample; `file_prints` makes such texts from files. From any other data set a few samples
-are read, in a separate process: reading may open files, which forked workers must not share.
+with the sample; `file_fingerprints` makes such texts from files. For any other data set a few
+samples are read, in a separate process: reading may open files, which forked workers must not
+share.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ from lockstep.errors import ConfigError
 from lockstep.randomness import set_all, untouched
 
 MAX_ENTRIES = 4096
-"""The most entries of a print, 32 kB. With more samples, several share an entry."""
+"""The most entries of a fingerprint, 32 kB. With more samples, several share an entry."""
 MAX_READ = 10_000
 """The most samples whose files are read, evenly spread."""
 WHOLE_BYTES = 16_384
@@ -45,17 +46,17 @@ READ_S = 20.0
 """The time limit for reading samples; after half of it no further sample is read."""
 
 
-def is_full_print_due(world: Collectives) -> bool:
+def is_full_fingerprint_due(world: Collectives) -> bool:
     """Return whether this rank calls `fingerprint()`: only one per node needs to."""
     return world.is_first or world.local_rank == 0
 
 
-def take_print(
+def take_fingerprint(
     dataset: Any, seed: int, like: Mapping[str, Any] | None = None, is_full: bool = True
 ) -> dict[str, Any]:
-    """Return the print of a data set, comparable with `like` if that is given.
+    """Return the fingerprint of a data set, comparable with `like` if that is given.
 
-    If `is_full` is false, the print of a data set with `fingerprint()` is only its length.
+    If `is_full` is false, that of a data set with the method `fingerprint()` is only its length.
 
     If an earlier version took `like`, `old_samples` are samples in its form. Only `differences`
     uses them: ranks compare `samples`, and the next checkpoint stores only `samples`.
@@ -85,16 +86,16 @@ def take_print(
 def check_same_samples(
     what: str, dataset: Any, own: Mapping[str, Any], world: Collectives, remedy: str
 ) -> bool:
-    """Refuse ranks whose prints of a data set differ from the first rank's. Collective.
+    """Refuse ranks whose fingerprints of a data set differ from the first rank's. Collective.
 
     If reading is slow on a rank, it may have read fewer samples: only samples that both have read
-    are compared. A rank whose print is not full compares some names; the first rank of its node
-    compares the contents of files.
+    are compared. A rank whose fingerprint is not full compares some names; the first rank of its
+    node compares the contents of files.
 
     Args:
         what: "training" or "held-out".
         dataset: The data set, for the names of samples that differ.
-        own: This rank's print.
+        own: This rank's fingerprint.
         world: The ranks to compare.
         remedy: The remedy of the error.
 
@@ -157,7 +158,7 @@ def spread(length: int, count: int) -> list[int]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], dataset: Any) -> str:
-    """Describe what has changed between two prints; "" if nothing has."""
+    """Describe what has changed between two fingerprints; "" if nothing has."""
     if not any(kind in old and kind in new for kind in ("entries", "samples")):
         return ""
     name = partial(_names, dataset)
@@ -198,7 +199,7 @@ Span = tuple[Path, int, int | None]
 """A file, or the bytes of it from a start to an end."""
 
 
-def file_prints(samples: Sequence[tuple[str, Sequence[Path | Span]]]) -> list[str]:
+def file_fingerprints(samples: Sequence[tuple[str, Sequence[Path | Span]]]) -> list[str]:
     """Return a text for each sample, from its name and from the size and some bytes of its files.
 
     Files up to 16 kB are read whole, larger ones at four places. If there are more than 10,000
@@ -206,12 +207,12 @@ def file_prints(samples: Sequence[tuple[str, Sequence[Path | Span]]]) -> list[st
     """
     every = math.ceil(len(samples) / MAX_READ) or 1
     return [
-        "\0".join([name, *(_file_print(file, index % every == 0) for file in files)])
+        "\0".join([name, *(_file_fingerprint(file, index % every == 0) for file in files)])
         for index, (name, files) in enumerate(samples)
     ]
 
 
-def _file_print(file: Path | Span, is_read: bool) -> str:
+def _file_fingerprint(file: Path | Span, is_read: bool) -> str:
     path, start, stop = file if isinstance(file, tuple) else (file, 0, None)
     try:
         if not is_read:

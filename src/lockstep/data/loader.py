@@ -20,8 +20,8 @@ from lockstep.data.fingerprint import (
     NUM_SAMPLES,
     check_same_samples,
     differences,
-    is_full_print_due,
-    take_print,
+    is_full_fingerprint_due,
+    take_fingerprint,
 )
 from lockstep.data.order import (
     Leaf,
@@ -40,7 +40,7 @@ from lockstep.dist.collectives import Collectives
 from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.dist.environment import is_rehearsal
 from lockstep.errors import ConfigError, DataError, own_exit_code
-from lockstep.plan import BatchConfig, BatchPlan, CutChange, plan_batches, resume_plan
+from lockstep.plan import BatchConfig, BatchPlan, SplitChange, plan_batches, resume_plan
 
 _log = logging.getLogger("lockstep")
 
@@ -78,7 +78,7 @@ class Loader:
     Pass `plan` or `batch_size`. To continue where a run stopped, call `load_state_dict`, or
     `seek`: samples before that position are not read.
 
-    A resume on another number of ranks may split a step into other micro-batches. `train_step`
+    A resume on a different number of ranks may split a step into other micro-batches. `train_step`
     refuses them if that changes the loss, unless `accept_changes` is true. Likewise the first
     iteration after a resume refuses data that changed since the checkpoint.
 
@@ -103,7 +103,7 @@ class Loader:
         if is_rehearsal() and not world.is_in_run:
             plan, epochs, max_steps = _rehearsed(dataset, batch_size, plan, world.size)
         self._accepts_changes = accept_changes
-        self._changed_cut: CutChange | None = None
+        self._changed_split: SplitChange | None = None
         self.plan = plan or plan_for(dataset, BatchConfig(batch_size=batch_size), world.size)
         if max_steps is None and is_stream(dataset):
             raise ConfigError(
@@ -122,9 +122,9 @@ class Loader:
         """Steps taken so far, minus those that the current plan needs for `consumed` samples."""
         self._config = config or LoaderConfig()
         self._reader = build_reader(dataset, self.order, seed, collate, self._config.on_bad_sample)
-        self._print: dict[str, Any] | None = None
-        """The fingerprint of the data, taken once; see `take_print`."""
-        self._saved_print: dict[str, Any] = {}
+        self._fingerprint: dict[str, Any] | None = None
+        """The fingerprint of the data, taken once; see `take_fingerprint`."""
+        self._saved_fingerprint: dict[str, Any] = {}
         """The checkpoint's fingerprint of the data, until the data are compared with it."""
         self.is_compared = world.size == 1
         """Whether ranks are known to see the same samples."""
@@ -170,7 +170,11 @@ class Loader:
 
         In a custom loop it also contains the states of the callbacks.
         """
-        facts = {"plan": asdict(self.plan), "seed": self._reader.seed, "data": self._take_print()}
+        facts = {
+            "plan": asdict(self.plan),
+            "seed": self._reader.seed,
+            "data": self._take_fingerprint(),
+        }
         loop = self._world.custom_loop
         states = {"callbacks": loop.state_dict()} if loop is not None else {}
         return {"step": self.step, "consumed": self.consumed, **facts, **states}
@@ -184,7 +188,7 @@ class Loader:
             ConfigError: if samples, batch size or seed have changed since.
         """
         seeds = ("seed", state.get("seed", self._reader.seed), self._reader.seed)
-        stored = BatchPlan(**state["plan"])
+        stored = BatchPlan.from_json(state["plan"])
         self.plan = resume_plan(stored, self.plan, seeds)
         if self.plan.leaf_size != stored.leaf_size and self._world.is_first:
             _log.warning(
@@ -197,10 +201,10 @@ class Loader:
                 self.plan.global_batch,
             )
         if not self._accepts_changes:
-            change = CutChange(stored, self.plan)
-            self._changed_cut = change if change.matters else None
-        self._saved_print = state.get("data", {})
-        self._print = None  # take it again, of the samples in the checkpoint's fingerprint
+            change = SplitChange(stored, self.plan)
+            self._changed_split = change if change.matters else None
+        self._saved_fingerprint = state.get("data", {})
+        self._fingerprint = None  # take it again, of the samples in the checkpoint's fingerprint
         self.seek(state["step"], state["consumed"])
         if self._world.custom_loop is not None:
             self._world.custom_loop.load_state_dict(state.get("callbacks", {}))
@@ -221,7 +225,7 @@ class Loader:
             # Count the samples before yielding: a save inside the loop body has trained on them.
             self.consumed = consumed_after(plan, step - shift)
             epoch = mine[0].leaf.epoch
-            batch = StepBatch(step, epoch, mine, self.consumed, num_leaves, self._changed_cut)
+            batch = StepBatch(step, epoch, mine, self.consumed, num_leaves, self._changed_split)
             yield batch
             if loop is not None and loop.is_over(batch, is_last=step + 1 == self.total_steps):
                 return
@@ -232,28 +236,28 @@ class Loader:
         place = f"step {self.step} of {self.total_steps}, {self.plan.num_samples} samples"
         check_same("start positions", place, self._world)
         if not self.is_compared and not is_stream(self.dataset):
-            own = self._take_print()
+            own = self._take_fingerprint()
             check_same_samples("training", self.dataset, own, self._world, SAME_DATA)
             self.is_compared = True
         self._check_unchanged()
 
-    def _take_print(self) -> dict[str, Any]:
+    def _take_fingerprint(self) -> dict[str, Any]:
         """Return the fingerprint of the data, comparable with the checkpoint's if there is one."""
-        if self._print is None:
-            is_full = is_full_print_due(self._world)
+        if self._fingerprint is None:
+            is_full = is_full_fingerprint_due(self._world)
             seed = self._reader.seed
-            saved = self._saved_print
-            self._print = take_print(self.dataset, seed, saved or None, is_full)
-            self._print.pop("old_samples", None)
-        return self._print
+            saved = self._saved_fingerprint
+            self._fingerprint = take_fingerprint(self.dataset, seed, saved or None, is_full)
+            self._fingerprint.pop("old_samples", None)
+        return self._fingerprint
 
     def _check_unchanged(self) -> None:
         """Refuse data that changed since the checkpoint. Collective after a resume."""
-        saved = self._saved_print
+        saved = self._saved_fingerprint
         if not saved:
             return
-        own = differences(saved, self._take_print(), self.dataset)
-        self._saved_print = {}
+        own = differences(saved, self._take_fingerprint(), self.dataset)
+        self._saved_fingerprint = {}
         change = first_of_ranks(own, self._world)  # not every rank reads all files
         if not change:
             return

@@ -89,7 +89,7 @@ class _Pickler(ForkingPickler):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is no more than its numbers and their layout, in this memory."""
+    """Return whether a tensor is plain: only numbers and their layout, in this process's memory."""
     is_special = tensor.is_quantized or tensor.requires_grad
     is_in_memory = tensor.layout is torch.strided and tensor.device.type == "cpu"
     return is_in_memory and tensor.numel() > 0 and not is_special

@@ -278,7 +278,7 @@ def _serve(
 
 
 def _end_of(code: int) -> str:
-    """Say how a process ended."""
+    """Return as text how a process ended."""
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL), as the kernel does when memory runs out"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -19,7 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lockstep.data.order import num_leaves_of
 from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError
-from lockstep.plan import BatchPlan, CutChange
+from lockstep.plan import BatchPlan, SplitChange
 from lockstep.torch_compat.private import BATCH_NORMS, check_batch_norm_input
 
 
@@ -189,7 +189,7 @@ def padded_step(plan: BatchPlan, num_steps: int) -> int | None:
     return min(padded, default=None)
 
 
-def refuse_other_cut(model: nn.Module, change: CutChange) -> None:
+def refuse_changed_split(model: nn.Module, change: SplitChange) -> None:
     """Refuse micro-batches of another size if the model normalises over each of them.
 
     Raises:

@@ -50,11 +50,14 @@ class GradientConfig(BaseModel):
     def raise_if_unfit(self, exact: bool, parallel: str) -> None:
         """Refuse settings that exact mode or FSDP cannot follow."""
         if exact and self != GradientConfig():
-            raise ValueError("exact fixes how gradients are sent and summed: unset gradients")
+            raise ValueError(
+                "exact=true decides itself how gradients are sent and summed\n"
+                "  try: unset the section gradients"
+            )
         if parallel == "fsdp" and (self.bucket_mb or self.exchange_in == "fp16"):
             raise ValueError(
-                "fsdp sends blocks, not buckets, and does not scale gradients for fp16: "
-                "unset gradients.bucket_mb, and set gradients.exchange_in to bf16"
+                "parallel=fsdp sends blocks, not buckets, and does not scale gradients for fp16\n"
+                "  try: unset gradients.bucket_mb, and set gradients.exchange_in=bf16"
             )
 
 

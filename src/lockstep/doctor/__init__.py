@@ -1,1 +1,1 @@
-"""Is this machine, and the job about to run on it, healthy: `lockstep doctor`."""
+"""`lockstep doctor`: check this machine, and the job about to run on it."""

@@ -1,9 +1,9 @@
-"""The callback of `lockstep doctor -- COMMAND`: a few real steps of a job, measured.
+"""The callback of `lockstep doctor -- COMMAND`, which measures a few real steps of a job.
 
-Owns: the settings of the trial, and what is measured in it: folder, checkpoint, batch, samples,
+Owns: the settings of the trial, and its measurements: folder, checkpoint, batch, samples,
 loader, step, memory, save. The job's own `fit` builds everything else. Nothing of the script runs
 after the trial, and nothing is written into the job's folder. Does not own: starting the ranks
-(`trial.py`), or what the numbers mean (`job.py`).
+(`trial.py`), or judging the numbers (`job.py`).
 """
 
 import json
@@ -47,7 +47,7 @@ from lockstep.run.build import build_loader, check_model, plan_run
 from lockstep.run.resume import (
     changed_data,
     choose_checkpoint,
-    take_prints,
+    take_fingerprints,
 )
 from lockstep.run.run import Run
 from lockstep.run_files import refuse_link, refuse_shared
@@ -57,14 +57,14 @@ from lockstep.task import Task
 
 Checked = TypeVar("Checked")
 MEASURE_S = 3.0
-"""How long to read, and how long to train, once both have started."""
+"""How long to read, and how long to train, after both have started."""
 WARM_UP_S = 30.0
-"""A first step longer than this is counted, although it includes the warm-up."""
+"""If the first step takes longer than this, it is measured although it includes the warm-up."""
 MAX_STEPS = 20
 LEAVE_TIMEOUT_S = 10.0
-"""How long a rank waits for the others before it ends."""
+"""How long a rank waits for the others before it exits."""
 FAR_AWAY = 10**6
-"""Steps until the end of a trial, which is stopped long before: nothing is due at its end."""
+"""Maximum steps of a trial. It stops long before, so that nothing is due at its end."""
 CUSTOM_LOOP = "a custom loop: only its first step was checked"
 
 PHASE_NAMES: dict[Phase, str] = {
@@ -99,7 +99,7 @@ class DoctorCallback(Callback):
         self.found = Findings()
         self.checkpoint: Checkpoint | None = None
         self._open: list[tuple[float, BaseException | None]] = []
-        """For each phase under way: when it began, and what was being handled then."""
+        """For each current phase: when it began, and which exception was being handled then."""
         self._times: list[float] = []
         self._began = 0.0
         self._worker_bytes = 0
@@ -107,19 +107,19 @@ class DoctorCallback(Callback):
     # --- Notes -----------------------------------------------------------------
 
     def begin(self, phase: str) -> None:
-        """Note the phase under way."""
+        """Record that a phase has started."""
         if self.found.phase != phase:
             self.found.phase = phase
             self.found.write(self.file)
 
     def end(self, phase: str) -> None:
-        """Note that a phase ended well."""
+        """Record that a phase succeeded."""
         if phase not in self.found.passed:
             self.found.passed.append(phase)
             self.found.write(self.file)
 
     def fail(self, phase: str, error: BaseException) -> None:
-        """Note what went wrong in a phase."""
+        """Record that a phase failed, and why."""
         found = self.found
         found.phase = phase
         found.failed_at = time.time()
@@ -130,7 +130,7 @@ class DoctorCallback(Callback):
         found.write(self.file)
 
     def check(self, phase: str, action: Callable[[], Checked]) -> Checked:
-        """Do a part of a phase that is this callback's own; end the process if it fails."""
+        """Run a check of this callback as part of a phase; end the process if it fails."""
         self.begin(phase)
         try:
             return action()
@@ -139,7 +139,7 @@ class DoctorCallback(Callback):
             leave_process(1)
 
     def on_phase(self, phase: Phase, begins: bool) -> None:
-        """Note a phase of the run; end the process if it failed."""
+        """Record a phase of the run; end the process if it failed."""
         name = PHASE_NAMES.get(phase)
         if name is None:
             return
@@ -196,7 +196,7 @@ class DoctorCallback(Callback):
         return self._trial_config(plan, world.size)
 
     def _check_folder(self) -> str:
-        """Return the trial's own folder, made where the run will save; "" if it cannot be."""
+        """Make the trial's folder where the run will save, and return it; "" if that fails."""
         self.begin("folder")
         try:
             scratch = self._make_scratch()
@@ -249,7 +249,7 @@ class DoctorCallback(Callback):
         self.found.rejected = [f"{path.name}: {reason}" for path, reason in rejected]
 
     def _plan_without_data(self) -> BatchPlan:
-        """Return the micro-batches of each rank of the job, before the data are there."""
+        """Return the number of micro-batches of each rank of the job, before the data exist."""
         config, saved = self.config, self.checkpoint
         if saved is not None and "contract" in saved.meta and not config.accept_changes:
             stored = Contract.from_json(saved.meta["contract"]).plan
@@ -258,7 +258,7 @@ class DoctorCallback(Callback):
         return plan_batches(config.batch, STREAM_LENGTH, self.world_size)
 
     def _trial_config(self, plan: BatchPlan, num_ranks: int) -> RunConfig:
-        """Return the job's settings with a folder of the trial's own and no end in sight.
+        """Return the job's settings with the trial's folder and more steps than it will take.
 
         A rank gets as many micro-batches as it will have in the job. Changes since the checkpoint
         are accepted here: whether the job may make them is checked against its own settings.
@@ -297,7 +297,7 @@ class DoctorCallback(Callback):
     # --- The trial -----------------------------------------------------------------
 
     def on_run_start(self, run: Any) -> None:
-        """Check what depends on the job's true number of ranks; then time the loader."""
+        """Check what depends on the job's real number of ranks; then time the loader."""
         found = self.found
         self.communicates = False  # later on: a vote after each step would be timed
         if run.is_custom_loop:
@@ -322,13 +322,13 @@ class DoctorCallback(Callback):
         run.config = run.config.saving_every(FAR_AWAY, waits=True)
 
     def _check_contract(self, run: Run) -> Contract:
-        """Return the batch and rate of the job on its true number of ranks."""
+        """Return the batch and learning rate of the job on its real number of ranks."""
         task, config, saved, found = self.task, self.config, self.checkpoint, self.found
         data = run.loader.dataset
         changes = []
         if saved is not None:
-            prints = take_prints(data, run.held_out, config.seed, saved, False)
-            changes = changed_data(saved, prints, {"training": data, "held-out": run.held_out})
+            now = take_fingerprints(data, run.held_out, config.seed, saved, False)
+            changes = changed_data(saved, now, {"training": data, "held-out": run.held_out})
         contract = plan_run(task, config, data, self.world_size, saved, changes)
         plan = contract.plan
         loader = build_loader(task, config, data, run.world, plan)
@@ -356,7 +356,7 @@ class DoctorCallback(Callback):
             self.found.samples_read += 1
 
     def count(self, model: nn.Module) -> None:
-        """Count the parameters, of all shards together."""
+        """Count the parameters, over all shards."""
         trained = [p for p in model.parameters() if p.requires_grad]
         self.found.num_parameters = sum(p.numel() for p in model.parameters())
         self.found.num_trained = sum(p.numel() for p in trained)
@@ -402,7 +402,7 @@ class DoctorCallback(Callback):
         self._began = time.perf_counter()
 
     def on_step_end(self, run: Any, batch: StepBatch, report: StepReport) -> None:
-        """Note a step's time, loss and memory; stop after a few seconds."""
+        """Record a step's time, loss and memory; stop after a few seconds."""
         found, device = self.found, run.world.device
         loss = float(report.loss)
         if device.type == "cuda":
@@ -442,14 +442,14 @@ class DoctorCallback(Callback):
         self._leave()
 
     def _leave(self) -> NoReturn:
-        """End the process once all ranks are here: none may still be exchanging anything."""
+        """End the process when all ranks have come here, so that none is still in a collective."""
         self.end("save")
         self.world.all_reach("the end of the trial", LEAVE_TIMEOUT_S)
         leave_process(0)
 
 
 def is_about_data(error: BaseException) -> bool:
-    """Return whether a sample or a data file is the problem, rather than a checkpoint."""
+    """Return whether the problem is a sample or a data file, and not a checkpoint."""
     return isinstance(error, DataError) or not isinstance(error, LockstepError)
 
 
@@ -481,7 +481,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def memory_of_children() -> int:
-    """Return the memory that child processes hold for themselves."""
+    """Return the memory that child processes do not share."""
     total = 0
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -490,7 +490,7 @@ def memory_of_children() -> int:
 
 
 def file_system_of(path: Path) -> str:
-    """Return the kind of file system that holds a folder, as the kernel names it."""
+    """Return the kernel's name for the type of file system of a folder."""
     best = ("", "")
     with suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():

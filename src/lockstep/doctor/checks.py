@@ -1,6 +1,6 @@
-"""The examination: the list of checks, in order, and the measurements they judge.
+"""The list of checks in order, and the measurements they judge.
 
-Owns: the plain list below, and asking torch about itself in a process of its own. Does not own:
+Owns: the list below, and asking for torch's versions in another process. Does not own:
 any verdict, or the trial of a job (`trial.py`).
 """
 
@@ -28,12 +28,12 @@ MAX_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What is known of the machine and, with `command`, of the job."""
+    """The known facts about the machine and, with `command`, about the job."""
 
     env: Mapping[str, str]
     driver: Driver = field(default_factory=Driver)
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What torch says about itself, and how a sum over ranks went."""
+    """Torch's versions, and the result of a sum over ranks."""
     command: Command | None = None
     found: Findings | None = None
 
@@ -62,7 +62,7 @@ def examine(
 
 
 def verdicts(examination: Examination) -> list[Result]:
-    """Return every check's verdict, in the order they are printed."""
+    """Return the result of every check, in the order of printing."""
     env, driver, facts = examination.env, examination.driver, examination.facts
     command, found = examination.command, examination.found
     here = command.num_processes if command else 0
@@ -103,7 +103,7 @@ def verdicts(examination: Examination) -> list[Result]:
 
 
 def measure(env: Mapping[str, str], num_ranks: int) -> dict[str, Any]:
-    """Ask torch about itself and let `num_ranks` ranks add up a tensor, in other processes."""
+    """Get torch's versions and the time of a sum over `num_ranks` ranks, in other processes."""
     with tempfile.TemporaryDirectory(prefix="lockstep_doctor_") as folder:
         file, output = Path(folder) / "facts.json", Path(folder) / "output.txt"
         words = [sys.executable, "-m", "lockstep.doctor.collective", str(file), str(num_ranks)]

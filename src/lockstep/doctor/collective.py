@@ -1,8 +1,8 @@
-"""Ask torch what it is, and let a few ranks really add up a tensor.
+"""Report torch's versions, and run a real all-reduce over a few ranks.
 
-Owns: the versions as torch tells them, and the time of one sum over ranks. Started as
-`python -m lockstep.doctor.collective FILE NUM_RANKS`, so that `lockstep doctor` itself
-need not import torch, and a group that hangs does not hang it.
+Owns: the versions that torch reports, and the time of one sum over ranks. Started as
+`python -m lockstep.doctor.collective FILE NUM_RANKS`, so that `lockstep doctor` itself does not
+import torch, and does not hang if the group hangs.
 """
 
 import json
@@ -19,7 +19,7 @@ from lockstep.dist.world import World
 from lockstep.harness.forked import run_ranks
 
 GROUP_S = 20.0
-"""How long ranks on one machine may take to meet, and to add up."""
+"""Time limit for ranks on one machine to form a group, and for the sum."""
 
 
 def add_up(num_bytes: int) -> dict[str, Any]:
@@ -44,16 +44,16 @@ def add_up(num_bytes: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write down what torch is, then how the ranks fared."""
+    """Write torch's versions to a file, then the result of the sum."""
     file, num_ranks = Path(argv[0]), int(argv[1])
     facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    with suppress(Exception):  # a build without it has no such function
+    with suppress(Exception):  # a build without NCCL has no such function
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     file.write_text(json.dumps(facts))
     try:
         if not num_ranks:
             raise RuntimeError("not tried")
-        # Forked before anything touches a GPU: a fork carries no CUDA context over.
+        # Fork before anything uses a GPU: a CUDA context does not survive a fork.
         facts["sum"] = run_ranks(num_ranks, add_up, 2**24, timeout_s=2 * GROUP_S)[0]
     except Exception as error:
         # The last line of a traceback that is not indented names the exception.

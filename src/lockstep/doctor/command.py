@@ -1,4 +1,4 @@
-"""What a command line would start: its launcher, its processes, where they meet, its script.
+"""What a command line would start: its launcher, processes, rendezvous address and script.
 
 Owns: the options of each launcher that a check needs, and reading through a shell script. Does not
 own: running the job (`trial.py`).
@@ -25,7 +25,7 @@ from lockstep.text_input import whole_number
 from lockstep.yaml_input import read_yaml_file
 
 DEFAULT_PORT = 29500
-"""What torchrun, torch.distributed.launch and accelerate take unless told otherwise."""
+"""The default port of torchrun, torch.distributed.launch and accelerate."""
 SHELL_S = 20.0
 
 FLAGS = {
@@ -34,41 +34,41 @@ FLAGS = {
     "python": "u B E s S I O OO v q b d i P x",
     "lockstep launch": "m",
 }
-"""By launcher, the options without a value; any other takes the next word as its value."""
+"""The options without a value, by launcher; any other takes the next word as its value."""
 SHELLS = ("bash", "sh", "zsh", "dash")
 LAUNCHERS = ("torchrun", "accelerate", "python", "python3", "lockstep", "srun")
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a command line would start."""
+    """The parts of a command line that the checks need."""
 
     launcher: str
     script: tuple[str, ...] = ()
-    """What each process runs: a script, or -m and a module, and its arguments."""
+    """A script, or -m and a module, and its arguments."""
     num_processes: int = 1
     """On this machine."""
     num_nodes: int = 1
     head: str = "localhost"
     port: int | None = None
-    """Where the processes meet; None where the launcher takes a free port, or none is needed."""
+    """The rendezvous port; None if the launcher takes a free one, or none is needed."""
     env: Mapping[str, str] = field(default_factory=dict)
     folder: Path = Path()
     batch: Mapping[str, str] = field(default_factory=dict)
-    """What an sbatch script asks of SLURM."""
+    """The SLURM options of an sbatch script."""
     batch_script: str = ""
     remarks: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
-        """Return the processes on all machines."""
+        """Return the number of processes on all machines."""
         return self.num_processes * self.num_nodes
 
 
 def read_command(
     words: Sequence[str], env: Mapping[str, str], folder: Path, num_gpus: int = 0
 ) -> Command:
-    """Return what `words` would start, in `folder`, with the variables `env`.
+    """Return what the command `words` would start in `folder`, with the variables `env`.
 
     >>> torchrun = ["torchrun", "--nproc_per_node=2", "--master_port", "29501", "t.py", "--lr", "1"]
     >>> found = read_command(torchrun, {}, Path())
@@ -122,7 +122,7 @@ def _read(
 
 
 def _find_program(program: str, env: Mapping[str, str], folder: Path) -> str:
-    """Return a remark on where the program was found, or refuse one that is not there."""
+    """Return a remark on where the program was found; refuse one that does not exist."""
     if "/" in program:
         path = folder / program
         if not os.path.isfile(path):
@@ -132,7 +132,7 @@ def _find_program(program: str, env: Mapping[str, str], folder: Path) -> str:
         if shutil.which(str(path.absolute())) is None:
             raise LaunchError(f"{program} may not be executed", f"run chmod +x {program}")
         return ""
-    # `lockstep` is there, since this is it, by whatever path it was called.
+    # This is `lockstep` itself, so it exists, whatever path it was called by.
     if program == "lockstep" or shutil.which(program, path=env.get("PATH")):
         return ""
     beside = Path(sys.executable).with_name(program)
@@ -173,8 +173,8 @@ def _count(text: str, what: str, num_gpus: int = 0) -> int:
     number = whole_number(text)
     if not number:
         raise LaunchError(
-            f"{what}={plain(text)} starts no process",
-            f"pass {what}=2; without a GPU, so many processes run on the CPU",
+            f"{what}={plain(text)} is not a number of processes of 1 or more",
+            f"pass a number, such as {what}=2; without GPUs the processes run on the CPU",
         )
     return number
 
@@ -244,7 +244,7 @@ def _read_python(words: Sequence[str], env: Mapping[str, str], num_gpus: int) ->
         script = _script([name, *rest], is_module=True)
     else:
         script = _script(_options("python", words)[1], is_module=False)
-    # Five variables by hand: this is one of several such commands.
+    # The five variables were set by hand: this is one of several such commands.
     size = env.get("WORLD_SIZE", "1")
     num = whole_number(size) or 1
     if num == 1 or "RANK" not in env:
@@ -368,7 +368,7 @@ def _read_sbatch(words: Sequence[str], folder: Path) -> Command:
 
 
 def batch_options(text: str) -> dict[str, str]:
-    r"""Return what the #SBATCH lines of a script ask for.
+    r"""Return the options in the #SBATCH lines of a script.
 
     >>> batch_options("#!/bin/sh\n#SBATCH --signal=TERM@120  # to save\n#SBATCH -N 2\nsrun x")
     {'signal': 'TERM@120', 'N': '2'}
@@ -393,9 +393,9 @@ env -0 > "FOLDER/env"
 def _read_shell(
     words: Sequence[str], env: Mapping[str, str], folder: Path, num_gpus: int
 ) -> Command:
-    """Run a shell script with stand-ins for the launchers, and read what it would have started.
+    """Run a shell script with stand-ins for the launchers, and read what it would start.
 
-    The script itself really runs, with all its side effects; only the launchers do not.
+    The script itself really runs, with all its side effects; only the launchers are replaced.
     """
     scripts = [word for word in words[:3] if not word.startswith("-") and word not in SHELLS]
     path = folder / (scripts[0] if scripts else "")

@@ -1,7 +1,7 @@
-"""What a trial of a job found, as plain numbers: its ranks write them, the checks read them.
+"""The findings of a trial, as plain values: its ranks write them, the checks read them.
 
 Owns: the fields, and the file that carries them from one process to another. Each rank writes its
-file again at every phase, so that a rank that is killed has said how far it came.
+file again at every phase, so that a killed rank has recorded how far it got.
 """
 
 import json
@@ -28,30 +28,30 @@ PHASES: tuple[str, ...] = (
 
 @dataclass
 class Findings:
-    """What one rank found; a field that was not reached keeps its default."""
+    """The findings of one rank; a field that was not reached keeps its default."""
 
     phase: str = "script"
-    """The phase that began last."""
+    """The phase that started last."""
     passed: list[str] = field(default_factory=list)
-    """Phases that ended well."""
+    """The phases that succeeded."""
     problems: dict[str, list[str]] = field(default_factory=dict)
-    """By phase: what is wrong, and what to try."""
+    """Problem and remedy, by phase."""
     failed_at: float = 0.0
-    """When this rank failed, in seconds since the epoch."""
+    """The time when this rank failed, in seconds since 1970."""
     unchecked: str = ""
-    """Why the rest of the job was not checked, where nothing is wrong with it."""
+    """Why the rest of the job was not checked, although nothing failed."""
     timed_out_s: float = 0.0
     needs_group: bool = False
-    """Whether the job must be tried as several ranks."""
+    """Whether the job must be tried on several ranks."""
     num_ranks: int = 1
-    """Ranks that were started for the trial."""
+    """The number of ranks that were started for the trial."""
 
     task: str = ""
     device: str = "cpu"
     config: dict[str, Any] = field(default_factory=dict)
     output_dir: str = ""
     scratch: str = ""
-    """The trial's own folder, inside or above the output folder; it is removed afterwards."""
+    """A temporary folder of the trial, inside or above the output folder."""
     free_disk_bytes: int = 0
     file_system: str = ""
 
@@ -76,34 +76,34 @@ class Findings:
     is_sharded: bool = False
 
     read_s: float = 0.0
-    """To read one rank's samples of a step, without training."""
+    """The time to read one rank's samples of a step, without training."""
     num_batches_read: int = 0
     batch_bytes: int = 0
-    """Of one micro-batch."""
+    """The size of one micro-batch."""
     batch_tensors: int = 0
 
     step_s: float = 0.0
     num_steps: int = 0
     loss: str = ""
     memory_bytes: int = 0
-    """The peak of one rank, its loader's workers included where it is host memory."""
+    """The peak of one rank; for host memory, including its loader's workers."""
     state_bytes: int = 0
-    """Of that, what the rank holds of weights, gradients and optimizer state."""
+    """The part of that for weights, gradients and optimizer state."""
     free_memory_bytes: int = 0
-    """On its device, before the trial."""
+    """The free memory of its device before the trial."""
 
     checkpoint_bytes: int = 0
     save_s: float = 0.0
 
     def write(self, path: Path) -> None:
-        """Write all fields to a file, in one rename."""
+        """Write all fields to a file, atomically."""
         fresh = path.with_suffix(".new")
         fresh.write_text(json.dumps(asdict(self)))
         os.replace(fresh, path)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` wrote; the defaults if it wrote nothing."""
+        """Read the file of `write`; return the defaults if there is none."""
         try:
             return cls(**json.loads(path.read_text()))
         except (OSError, ValueError):
@@ -129,5 +129,5 @@ class Findings:
 
 
 def findings_file(folder: Path, rank: int) -> Path:
-    """Return where a rank of a trial in `folder` writes its findings."""
+    """Return the path of a rank's findings, for a trial in `folder`."""
     return folder / f"findings_{rank}.json"

@@ -1,7 +1,7 @@
-"""How long SLURM lets a run save before it is killed, against how long saving takes.
+"""Check that the time SLURM leaves a run for saving is longer than a save.
 
-Owns: reading what a batch script or a job asks for, and what reaches which process. Does
-not own: the time a save takes; that was measured.
+Owns: reading the options of a batch script or a job, and which process gets which signal. Does
+not own: measuring a save.
 """
 
 import re
@@ -22,18 +22,18 @@ from lockstep.launch.slurm_text import (
 
 MARGIN_S = 5.0
 HEARD = ("TERM", "INT", "USR1", "HUP")
-"""Signals on which a run saves and leaves."""
+"""Signals after which a run saves and exits."""
 Ask = Callable[[list[str]], str]
 
 
 def ask(words: list[str]) -> str:
-    """Run a SLURM command and return what it says; nothing if it cannot."""
+    """Run a SLURM command and return its output; empty if it fails."""
     answer = run_command(words, timeout_s=10)
     return answer.out if answer and answer.code == 0 else ""
 
 
 def _time_limit(text: str) -> str:
-    """Return the time limit as the beginning of a line; nothing where none is asked for."""
+    """Return the time limit as the beginning of a line; empty if there is none."""
     if not text or text.upper() in UNLIMITED:
         return ""
     seconds = parse_time_limit(text)
@@ -43,7 +43,7 @@ def _time_limit(text: str) -> str:
 def grace_time(
     command: Command | None, found: Findings | None, env: Mapping[str, str], ask: Ask = ask
 ) -> Result:
-    """Is there time to save between SLURM's warning and its kill?"""
+    """Check that a save fits between SLURM's warning and its kill."""
     job = env.get("SLURM_JOB_ID")
     options, script = (
         dict(command.batch if command else {}),

@@ -1,6 +1,6 @@
-"""Checks of the job about to run: each is a function of what its trial found.
+"""Checks of the job about to run: each is a function of the findings of its trial.
 
-Owns: what is enough room, memory, speed. Does not own: measuring (`callback.py`).
+Owns: how much disk, memory and speed is enough. Does not own: measuring (`callback.py`).
 """
 
 import importlib.util
@@ -56,7 +56,7 @@ def _problem(phase: str, found: Findings, fix: str) -> Result | None:
 
 
 def script(command: Command, found: Findings) -> Result:
-    """Does the script come as far as training?"""
+    """Check that the script gets as far as training."""
     words = " ".join(command.script)
     said = f"{words[:60]}{'...' if len(words) > 60 else ''}"
     if "script" in found.problems:
@@ -71,7 +71,7 @@ def script(command: Command, found: Findings) -> Result:
 
 
 def command_read(command: Command) -> Result:
-    """What does the command start?"""
+    """Report what the command starts."""
     nodes = f" on each of {command.num_nodes} machines" if command.num_nodes > 1 else ""
     many = "process" if command.num_processes == 1 else "processes"
     says = f"{command.launcher}: {command.num_processes} {many}{nodes}"
@@ -86,7 +86,7 @@ def command_read(command: Command) -> Result:
 
 
 def data(found: Findings) -> Result:
-    """Are the data there, and can every rank read what it needs first?"""
+    """Check that the data exist, and that every rank can read its first sample."""
     if bad := _problem("data", found, "correct the path in the command"):
         return bad
     if "samples" in found.problems or (found.phase == "samples" and found.timed_out_s):
@@ -101,7 +101,7 @@ def data(found: Findings) -> Result:
 
 
 def batch_and_rate(found: Findings, world_size: int) -> Result:
-    """What will the batch and the learning rate be on so many ranks?"""
+    """Report and check the batch and the learning rate on this number of ranks."""
     if bad := _problem("contract", found, "run lockstep plan"):
         return bad
     rate = found.config.get("rate", {})
@@ -117,7 +117,7 @@ def batch_and_rate(found: Findings, world_size: int) -> Result:
 
 
 def resume(found: Findings) -> Result:
-    """Does it start from scratch, or resume, and from what?"""
+    """Report whether the job starts from scratch or resumes, and from which checkpoint."""
     if bad := _problem("resume", found, "use another output_dir"):
         return bad
     if found.rejected:
@@ -130,7 +130,7 @@ def resume(found: Findings) -> Result:
 
 
 def output_folder(found: Findings) -> Result:
-    """Can the run write, flush and rename where it will save, and does no other run use it?"""
+    """Check that the run can write, flush and rename files in a folder that no other run uses."""
     fix = "use a folder you may write to (output_dir, save_dir)"
     if found.phase == "script":
         return _unfinished("folder", found) or skip("not checked")
@@ -144,7 +144,7 @@ def output_folder(found: Findings) -> Result:
 
 
 def checkpoints_kept(found: Findings) -> int:
-    """Return the most checkpoints the folder will hold at once, one being written."""
+    """Return the maximum number of checkpoints in the folder at a time, one being written."""
     saving, evaluation = found.config.get("checkpoint", {}), found.config.get("evaluation", {})
     kept = int(saving.get("keep_last", 3)) + 1
     if found.num_held_out and evaluation.get("save_best", True):
@@ -158,7 +158,7 @@ def checkpoints_kept(found: Findings) -> int:
 
 
 def room(found: Findings) -> Result:
-    """Will all the checkpoints fit?"""
+    """Check that all checkpoints fit on the disk."""
     if "folder" in found.problems:
         return skip("not measured: the output folder failed")
     if bad := _problem("save", found, "use another output_dir"):
@@ -189,7 +189,7 @@ def _is_out_of_memory(found: Findings) -> str:
 
 
 def step(found: Findings) -> Result:
-    """Does one step work, and is its loss finite?"""
+    """Check that a step works, and that its loss is finite."""
     if _is_out_of_memory(found):
         return skip("not finished: see memory")
     phase = "model" if "model" in found.problems else "step"
@@ -209,7 +209,7 @@ def step(found: Findings) -> Result:
 
 
 def memory_per_rank(found: Findings, world_size: int) -> int:
-    """Return what each rank of the job needs: a shard gets smaller with more ranks.
+    """Return the memory that each rank of the job needs: shards get smaller with more ranks.
 
     >>> memory_per_rank(Findings(memory_bytes=900, state_bytes=800), world_size=8)
     900
@@ -223,7 +223,7 @@ def memory_per_rank(found: Findings, world_size: int) -> int:
 
 
 def memory(found: Findings, command: Command, num_gpus: int = 0) -> Result:
-    """Does a step fit into what is free?"""
+    """Check that a step fits into the free memory."""
     if problem := _is_out_of_memory(found):
         has = f"{bytes_text(found.free_memory_bytes)} free on {found.device}"
         return fail(f"{has}: {problem}", SMALLER_BATCH)
@@ -250,7 +250,7 @@ def memory(found: Findings, command: Command, num_gpus: int = 0) -> Result:
 
 
 def loader_speed(found: Findings, num_processes: int, num_cores: int | None = None) -> Result:
-    """Does reading keep up with the steps?"""
+    """Check that reading is as fast as the steps."""
     if bad := _problem("loader", found, TRACEBACK):
         return bad
     if "step" not in found.passed:
@@ -258,7 +258,7 @@ def loader_speed(found: Findings, num_processes: int, num_cores: int | None = No
     cores = num_cores or os.cpu_count() or 1
     workers = found.config.get("loader", {}).get("num_workers", 0)
     each = max(1, workers)
-    # One rank was measured; the others of this machine read at the same time.
+    # One rank was measured; the other ranks of this machine read at the same time.
     crowding = max(1.0, num_processes * each / cores) / max(1.0, each / cores)
     read = found.read_s * crowding
     count = "1 worker" if workers == 1 else f"{workers} workers"
@@ -280,7 +280,7 @@ def loader_speed(found: Findings, num_processes: int, num_cores: int | None = No
 
 
 def workers(found: Findings, num_processes: int, num_cores: int | None = None) -> Result:
-    """Are there cores for all the loader's workers?"""
+    """Check that there are cores for all loader workers."""
     if not found.config:
         return _unfinished("contract", found) or skip("not checked")
     cores = num_cores or os.cpu_count() or 1
@@ -293,7 +293,7 @@ def workers(found: Findings, num_processes: int, num_cores: int | None = None) -
 
 
 def communication(found: Findings, facts: Mapping[str, object], world_size: int) -> Result:
-    """Is a step long enough for its gradients to be exchanged meanwhile?"""
+    """Check that gradients are exchanged in less time than a step takes."""
     if world_size == 1:
         return skip("one rank exchanges nothing")
     if "step" not in found.passed:
@@ -315,7 +315,7 @@ def communication(found: Findings, facts: Mapping[str, object], world_size: int)
 def sinks(
     found: Findings, env: Mapping[str, str], is_there: Callable[[str], object] | None = None
 ) -> Result:
-    """Are the trackers there that the job writes to?"""
+    """Check that the trackers (TensorBoard, W&B) that the job uses are installed."""
     if not found.config:
         return _unfinished("contract", found) or skip("not checked")
     find = is_there or importlib.util.find_spec

@@ -1,6 +1,6 @@
 """Checks of the machine itself: GPUs, versions that must agree, shared memory, limits.
 
-Owns: asking NVML and the kernel, and judging what would stop or slow a run. Every check is a
+Owns: querying NVML and the kernel, and judging what would stop or slow a run. Every check is a
 function of its arguments, and returns a `Result`.
 """
 
@@ -22,7 +22,7 @@ from lockstep.doctor.report import Result, bytes_text, fail, ok, skip, warn
 
 DISTRIBUTION = "lockstep-train"
 BUSY_SHARE = 0.05
-"""A GPU with more of its memory taken than this is not idle, whoever took it."""
+"""A GPU with a larger share of its memory in use is not idle, whoever uses it."""
 FILES_EACH_RANK = 128
 """Open files of a rank without workers: libraries, sockets, logs (measured: 40 to 90)."""
 SMALL_SHM_BYTES = 2**30
@@ -31,7 +31,7 @@ LOW_FILES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as its driver sees it."""
+    """A GPU as reported by the driver."""
 
     index: int
     uuid: str
@@ -40,26 +40,26 @@ class Gpu:
     used_bytes: int
     pids: tuple[int, ...]
     ecc_errors: int | None = None
-    """Uncorrected, since the driver was loaded."""
+    """Uncorrected errors since the driver was loaded; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What NVML says of the machine; `problem` where it says nothing."""
+    """The machine as reported by NVML, or the `problem` that kept NVML from answering."""
 
     gpus: tuple[Gpu, ...] = ()
     version: str = ""
     cuda: tuple[int, int] = (0, 0)
-    """The newest CUDA it can serve."""
+    """The newest CUDA version that the driver supports."""
     problem: str = ""
 
 
 def read_driver(library: Any = None) -> Driver:
-    """Ask NVML for every GPU; no library or no driver is an answer too."""
+    """Ask NVML for all GPUs; a missing library or driver becomes a `problem`."""
     try:
         nvml = library or importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except Exception as error:  # an ImportError, or whatever NVML has for a missing driver
+    except Exception as error:  # an ImportError, or NVML's error for a missing driver
         return Driver(problem=f"no NVIDIA driver ({str(error) or type(error).__name__})")
     try:
         number = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
@@ -77,7 +77,7 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     pids: tuple[int, ...] = ()
     ecc = None
-    with suppress(Exception):  # not every card, nor every container, tells
+    with suppress(Exception):  # not reported by every card, nor in every container
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         pids = tuple(p.pid for p in processes if p.pid != os.getpid())
     with suppress(Exception):
@@ -91,7 +91,7 @@ def _text(value: str | bytes) -> str:
 
 
 def visible_gpus(driver: Driver, env: Mapping[str, str]) -> list[Gpu]:
-    """Return the GPUs a process would see, in its order; an unknown one ends the list, as in CUDA.
+    """Return the GPUs that a process would see, in order; an unknown one ends the list, as in CUDA.
 
     >>> two = Driver((Gpu(0, "GPU-a", "", 1, 0, ()), Gpu(1, "GPU-b", "", 1, 0, ())))
     >>> [gpu.index for gpu in visible_gpus(two, {"CUDA_VISIBLE_DEVICES": "1,0,7"})]
@@ -110,12 +110,12 @@ def visible_gpus(driver: Driver, env: Mapping[str, str]) -> list[Gpu]:
 
 
 def gpus(driver: Driver, env: Mapping[str, str], num_processes: int = 0) -> Result:
-    """Are the GPUs there that the job asks for?"""
+    """Check that the GPUs that the job asks for exist."""
     if driver.problem:
         return skip(f"{driver.problem}: runs use the CPU, with gloo")
     seen, wanted = visible_gpus(driver, env), env.get("CUDA_VISIBLE_DEVICES")
     asked = [word for word in (wanted or "").split(",") if word.strip()]
-    if asked and asked[0] != "-1" and len(seen) < len(asked):  # -1 hides them all
+    if asked and asked[0] != "-1" and len(seen) < len(asked):  # -1 hides all GPUs
         return fail(
             f"CUDA_VISIBLE_DEVICES={wanted} names GPUs that are not there: {len(driver.gpus)} are",
             f"set CUDA_VISIBLE_DEVICES={','.join(str(g.index) for g in driver.gpus)}",
@@ -138,7 +138,7 @@ def gpus(driver: Driver, env: Mapping[str, str], num_processes: int = 0) -> Resu
 
 
 def gpus_idle(driver: Driver, env: Mapping[str, str]) -> Result:
-    """Does somebody else use the GPUs?"""
+    """Check that no other process uses the GPUs."""
     seen = visible_gpus(driver, env)
     if not seen:
         return skip("no GPU to look at")
@@ -157,7 +157,7 @@ def gpus_idle(driver: Driver, env: Mapping[str, str]) -> Result:
 
 
 def cuda_stack(driver: Driver, facts: Mapping[str, Any]) -> Result:
-    """Do driver, CUDA, NCCL and torch fit together?"""
+    """Check that driver, CUDA, NCCL and torch fit together."""
     if "torch" not in facts:
         return fail(f"torch cannot be imported: {facts.get('error', '')}", "install torch")
     version, built = facts["torch"], facts.get("cuda")
@@ -193,7 +193,7 @@ def versions(
     find: Callable[[str], str] = metadata.version,
     python: str = platform.python_version(),
 ) -> Result:
-    """Are Python and every package lockstep needs there, and new enough?"""
+    """Check that Python and every required package are installed and new enough."""
     wanted, remark = (requirements, "") if requirements is not None else _requirements()
     bad: list[str] = []
     missing_extras: list[str] = []
@@ -223,7 +223,7 @@ def versions(
 
 
 def _requirements(tree: Path = Path(__file__).parents[3]) -> tuple[Sequence[str], str]:
-    """Return what lockstep needs, and a remark where it is not installed but lies in `tree`."""
+    """Return lockstep's requirements, and a remark if it is not installed but used from `tree`."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.requires(DISTRIBUTION) or [], ""
     remark = f"; lockstep is not installed, but used from {tree}"
@@ -244,7 +244,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def shared_memory(
     found: Findings | None = None, num_processes: int = 1, folder: Path = Path("/dev/shm")
 ) -> Result:
-    """Can the loader's workers hand over their batches?"""
+    """Check that shared memory has room for the batches of the loader's workers."""
     try:
         space = os.statvfs(folder)
     except OSError as error:
@@ -267,7 +267,7 @@ def shared_memory(
 
 
 def open_files(found: Findings | None = None, limit: int | None = None) -> Result:
-    """May a rank open as many files as its loader's workers make it?"""
+    """Check that a rank may open as many files as its loader's workers need."""
     if limit is None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     has = "no limit" if limit == resource.RLIM_INFINITY else f"{limit} for each process"

@@ -1,7 +1,7 @@
-"""Checks of how ranks find each other and how fast they talk: variables, port, names, a real sum.
+"""Checks of the network between ranks: launch variables, port, host names, a real all-reduce.
 
-Owns: what must hold before a process group can be made. Does not own: making one;
-`collective.py` does, in processes of its own.
+Owns: the conditions for making a process group. Does not own: making one;
+`collective.py` does, in other processes.
 """
 
 import socket
@@ -34,14 +34,14 @@ LAUNCH_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "TORCHELASTI
 
 
 def without_launch(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that nobody launched."""
+    """Return the environment without launch variables."""
     return {
         n: v for n, v in env.items() if n not in LAUNCH_NAMES and not n.startswith(LAUNCH_PREFIXES)
     }
 
 
 def launch_variables(env: Mapping[str, str], command: Command | None = None) -> Result:
-    """Do the variables in the environment make one launch?"""
+    """Check that the launch variables in the environment do not contradict each other."""
     text = env.get("NCCL_TIMEOUT", "")
     starts_its_own = command is not None and command.launcher not in ("python", "env", "srun")
     set_by_hand = [n for n in LAUNCH_NAMES if n in env]
@@ -64,7 +64,7 @@ def launch_variables(env: Mapping[str, str], command: Command | None = None) -> 
 
 
 def port_free(command: Command | None, env: Mapping[str, str]) -> Result:
-    """Is the port free at which the ranks will meet?"""
+    """Check that the rendezvous port is free."""
     if command is None:
         text = env.get("MASTER_PORT", str(DEFAULT_PORT))
         port = whole_number(text, most=65_535) or DEFAULT_PORT
@@ -105,15 +105,15 @@ def _holder(port: int) -> str:
 def _is_here(head: str) -> bool:
     if head in ("", "localhost", "127.0.0.1", "0.0.0.0", socket.gethostname()):
         return True
-    with suppress(OSError, UnicodeError):  # UnicodeError: a label too long for a host's name
+    with suppress(OSError, UnicodeError):  # UnicodeError: the name has a label that is too long
         theirs = {info[4][0] for info in socket.getaddrinfo(head, None)}
         addresses = (a for found in psutil.net_if_addrs().values() for a in found)
         return any(a.address.split("%")[0] in theirs for a in addresses)
-    return True  # a name that does not resolve is the next check's
+    return True  # the next check reports a name that does not resolve
 
 
 def names_resolve(command: Command | None, env: Mapping[str, str]) -> Result:
-    """Do the host's name and the head's resolve, and are the interfaces there?"""
+    """Check that the names of this host and of the head resolve, and that interfaces exist."""
     interfaces = psutil.net_if_addrs()
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         for word in filter(None, env.get(variable, "").split(",")):
@@ -146,7 +146,7 @@ def names_resolve(command: Command | None, env: Mapping[str, str]) -> Result:
 
 
 def sum_over_ranks(facts: Mapping[str, Any], has_network: bool = True) -> Result:
-    """Do ranks on this machine really add up a tensor, and how fast?"""
+    """Check that an all-reduce between ranks on this machine works, and how fast it is."""
     if not has_network:
         return skip("not tried, since network failed")
     if "torch" not in facts:

@@ -1,4 +1,4 @@
-"""What a check found, in a line, and the list of them as a table or as JSON.
+"""The result of a check as one line, and all results as a table or as JSON.
 
 Owns: the four things a check can say, and how they are laid out. Does not own: any
 check, or where the lines go.
@@ -30,32 +30,32 @@ class Result:
 
 
 def ok(evidence: str) -> Result:
-    """Say that all is well, and how that is known."""
+    """Return a passed check, with its evidence."""
     return Result("", "ok", evidence)
 
 
 def warn(evidence: str, fix: str) -> Result:
-    """Say what will work, but not as well as it might."""
+    """Return a warning: the job will run, but not as well as it could."""
     return Result("", "warn", evidence, fix)
 
 
 def fail(evidence: str, fix: str) -> Result:
-    """Say what will not work, and what to do about it."""
+    """Return a failed check, with what to do about it."""
     return Result("", "fail", evidence, fix)
 
 
 def skip(why: str) -> Result:
-    """Say why there is nothing to check."""
+    """Return a skipped check, with the reason."""
     return Result("", "skip", why)
 
 
 def exit_code(results: Sequence[Result]) -> int:
-    """Return 1 if anything failed; a warning fails nothing."""
+    """Return 1 if any check failed, else 0; warnings do not count."""
     return int(any(result.status == "fail" for result in results))
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Count them.
+    """Return the number of results of each status as text.
 
     >>> summary([ok(""), ok(""), fail("", ""), warn("", "")])
     '2 ok, 1 warning, 1 failed'
@@ -67,7 +67,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def as_json(results: Sequence[Result]) -> str:
-    """Return the results and what they come to as one JSON object."""
+    """Return the results, their counts and the exit code as one JSON object."""
     counts = Counter(result.status for result in results)
     listed = [asdict(result) for result in results]
     code = exit_code(results)
@@ -75,9 +75,9 @@ def as_json(results: Sequence[Result]) -> str:
 
 
 def as_lines(results: Sequence[Result], width: int | None = None) -> list[tuple[Status, str]]:
-    """Return the table, line by line; each fix is on its own line below its evidence.
+    """Return the lines of the table; each fix is on its own line below its evidence.
 
-    Without a width, every check is one line, however long.
+    Without a width, evidence and fix are one line each, however long.
 
     >>> results = [Result("port", "ok", "free"), Result("data", "fail", "no folder x", "pass y")]
     >>> for _, line in as_lines(results):

@@ -1,7 +1,7 @@
-"""A trial of a job: its script, started for a few steps with the doctor's callback attached.
+"""Try a job: start its script for a few steps with the doctor's callback attached.
 
-Owns: the ranks that are started, their variables and time limit, and the removal of what they
-leave. Does not own: what is measured in them (`callback.py`), or the verdicts (`job.py`).
+Owns: the ranks that are started, their variables and time limit, and removing the files they
+leave. Does not own: the measurements (`callback.py`), or the verdicts (`job.py`).
 """
 
 import os
@@ -23,7 +23,7 @@ from lockstep.harness.failure import Failure
 from lockstep.harness.runs import CommandRuns, let_end
 
 CALLBACK = "lockstep.doctor.callback:DoctorCallback"
-"""By name: `lockstep doctor` itself does not import torch."""
+"""A name, not an import: `lockstep doctor` itself does not import torch."""
 
 
 def try_job(
@@ -46,7 +46,7 @@ def try_job(
 
 
 def num_trial_ranks(command: Command, num_gpus: int) -> int:
-    """Return the number of ranks to start: those that the job has here, if they have room.
+    """Return the number of ranks to start: those of the job on this machine, if they fit.
 
     >>> num_trial_ranks(Command("torchrun", num_processes=8, num_nodes=2), num_gpus=4)
     4
@@ -58,7 +58,7 @@ def num_trial_ranks(command: Command, num_gpus: int) -> int:
 def _try_ranks(
     command: Command, env: Mapping[str, str], num_ranks: int, deadline: float
 ) -> Findings:
-    """Start one process without a group (0 ranks), or several ranks, and follow them to the end."""
+    """Start one process without a group (0 ranks), or several ranks, and wait until they end."""
     with tempfile.TemporaryDirectory(prefix="lockstep_doctor_") as made:
         folder = Path(made)
         base = without_launch({**env, **command.env})
@@ -96,7 +96,7 @@ def _wait(commands: Sequence[RunningCommand], deadline: float) -> bool:
             command.note_children()
         if None not in codes:
             return True
-        if any(codes):  # the others wait for it, or are about to notice
+        if any(codes):  # the other ranks wait for the failed one, or will notice soon
             let_end(commands, deadline)
             return True
         time.sleep(POLL_S)
@@ -104,7 +104,7 @@ def _wait(commands: Sequence[RunningCommand], deadline: float) -> bool:
 
 
 def _read(folder: Path, commands: Sequence[RunningCommand], has_ended: bool) -> Findings:
-    """Return what the ranks found, and why they ended if they did not say so themselves."""
+    """Return the ranks' findings, and why they ended if they did not write it down."""
     ranks = [Findings.read(findings_file(folder, rank)) for rank in range(len(commands))]
     found = Findings.merged(ranks)
     if not has_ended:
@@ -126,14 +126,14 @@ def _read(folder: Path, commands: Sequence[RunningCommand], has_ended: bool) -> 
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove the folder in which the ranks saved, however they ended."""
+    """Remove the folder in which the ranks saved, even if they were killed."""
     scratch = Findings.read(findings_file(folder, 0)).scratch
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _threads(command: Command) -> int:
-    """Return how many threads each rank will compute with, as its launcher sets it."""
+    """Return the number of CPU threads per rank that the launcher sets."""
     cores = os.cpu_count() or 1
     if command.num_processes == 1:
         return cores
@@ -141,7 +141,7 @@ def _threads(command: Command) -> int:
 
 
 def _refusal(command: Command) -> Findings | None:
-    """Refuse a script that is missing, and one without lockstep, which would simply train."""
+    """Refuse a missing script, and one that does not use lockstep and would really train."""
     is_module = command.script[0] == "-m"
     name = command.script[1] if is_module else command.script[0]
     if is_module and name.startswith("lockstep_recipes."):
@@ -160,7 +160,7 @@ def _refusal(command: Command) -> Findings | None:
 
 
 def uses_lockstep(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
-    """Say whether a script, or a module beside it that it imports, imports lockstep."""
+    """Return whether a script imports lockstep, directly or through a module next to it."""
     text = path.read_text(errors="replace")
     names = re.findall(r"^\s*(?:from|import)\s+([\w.]+)", text, re.MULTILINE)
     if any(name.split(".")[0] in ("lockstep", "lockstep_recipes") for name in names):

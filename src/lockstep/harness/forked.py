@@ -42,11 +42,11 @@ def run_ranks(
     try:
         for rank, (_, receiver) in enumerate(children):
             if not receiver.poll(timeout_s):
-                raise TimeoutError(f"rank {rank} returned nothing for {timeout_s} s")
+                raise TimeoutError(f"rank {rank} returned no result within {timeout_s} s")
             try:
                 ok, value = receiver.recv()
             except EOFError:
-                raise RuntimeError(f"rank {rank} died without a word") from None
+                raise RuntimeError(f"rank {rank} ended without returning a result") from None
             if not ok:
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
             results.append(value)

@@ -1,4 +1,4 @@
-"""Launch variables for ranks on this machine that no launcher starts.
+"""Launch variables for ranks that are started on this machine without a launcher.
 
 Owns: the variables of a rank, and choosing a free port. Does not own: starting the processes
 (`runs.py`, `forked.py`).
@@ -13,7 +13,7 @@ from pathlib import Path
 from lockstep.text_input import whole_number
 
 NUM_HELD = 64
-"""The number of its last ports that a process reserves."""
+"""The number of ports that a process reserves: the last ones it asked for."""
 _held: deque[int] = deque()
 
 
@@ -35,18 +35,18 @@ def rank_variables(
 
 
 def threads_of_each(num_ranks: int) -> int:
-    """Return the CPU threads of each of so many ranks: OMP_NUM_THREADS, or a share of the cores."""
+    """Return the CPU threads per rank: OMP_NUM_THREADS, or an equal share of the cores."""
     given = whole_number(os.environ.get("OMP_NUM_THREADS", ""))
     return given or max(1, (os.cpu_count() or 1) // num_ranks)
 
 
 def free_port() -> int:
-    """Return a free port that no other caller of this function gets for a while.
+    """Return a free port that no other caller of this function gets soon after.
 
-    A process reserves a port by an abstract socket of the same number, until it ends or has asked
-    for many more ports. So processes that call this at the same time get different ports, and no
-    file is left behind. The ports are below the kernel's ephemeral range, so no outgoing
-    connection uses one before its caller does.
+    A process reserves a port with an abstract socket of the same number, until it ends or has asked
+    for many more ports. So concurrent processes get different ports, and no file is left behind.
+    The ports are below the kernel's ephemeral range, so no outgoing connection uses one before its
+    caller does.
     """
     end = _first_ephemeral_port()
     begin = end // 2

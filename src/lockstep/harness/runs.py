@@ -167,7 +167,7 @@ class CommandRuns:
             if may_be_killed and (folder / KILLED).exists():
                 limit_s = min(limit_s, LAUNCHER_S)
             if time.monotonic() - last > limit_s:
-                return f"no sign of life for {limit_s:g} s"
+                return f"no progress for {limit_s:g} s"
             time.sleep(POLL_S)
 
     def _failure(self, name: str, commands: Sequence[RunningCommand], ended: str) -> LaunchError:

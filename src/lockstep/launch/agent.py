@@ -1,7 +1,7 @@
-"""Torch's elastic agent, which also knows why ranks fail, when to give up, and how to stop.
+"""Torch's elastic agent, extended: why ranks failed, when to restart or give up, how to stop.
 
-Owns: watching the ranks of this machine, and deciding whether they start again. Does not own:
-starting them (torch does), finding other nodes (`rendezvous.py`), the words (`failure.py`), signals
+Owns: watching the ranks of this machine, and deciding whether to restart them. Does not own:
+starting them (torch does), finding other nodes (`rendezvous.py`), messages (`failure.py`), signals
 (`stopping.py`). Importing this imports torch.
 """
 
@@ -37,21 +37,21 @@ from lockstep.torch_compat.private import (
 )
 
 LEFT_S = 15.0
-"""Ranks whose machine was left alone notice it, and end. Those that have not by then are stuck."""
+"""Ranks fail soon after the other nodes have left; those still running after this are stuck."""
 PEERS_S = 30.0
-"""How long the ranks that are left may take to end after another has failed."""
+"""Time that the remaining ranks get to end after another rank has failed."""
 ABANDONED_PEERS_S = 5.0
-"""The same, if they cannot finish anything: a rank that they need has ended."""
+"""The same if they cannot finish anything, because a rank that they need has ended."""
 
 
 class Agent(LocalElasticAgent):
     """Torch's agent for the ranks of one machine.
 
-    The methods it overrides are private by name, and what torch documents to be overridden.
+    The methods it overrides have private names, but torch documents them for overriding.
 
     Args:
         stop: The signals to the launcher.
-        wait_s: How long to wait for a node that was lost to come back.
+        wait_s: How long to wait for a lost node to come back.
     """
 
     def __init__(self, *args: Any, stop: StopRequest, wait_s: float, **settings: Any) -> None:
@@ -75,10 +75,10 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
-        """Say how the ranks are.
+        """Return the state of the ranks.
 
-        In place of torch's own, which ends the others before anybody can look at them, and which
-        keeps a rank whose script has ended alive: its connections would stay open, and those who
+        Replaces torch's method, which ends the other ranks before they can be inspected and keeps
+        a rank alive after its script has ended: its connections would stay open, and the ranks that
         wait for it would not notice.
         """
         handler = worker_group.spec.rdzv_handler
@@ -90,7 +90,7 @@ class Agent(LocalElasticAgent):
             self.left_at = self.left_at or time.monotonic()
             self.has_told = time.monotonic() - self.left_at > LEFT_S
             if self.has_told:
-                say(f"lockstep: other machines have ended\n{ranks.where()}")
+                say(f"lockstep: the launchers on the other nodes have ended\n{ranks.where()}")
         ranks.look()
         codes = ranks.codes
         failure = find_failure(ranks)
@@ -109,16 +109,16 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _end_round(self, loss: str) -> RunResult:
-        """Say which node was lost; the agent ends the ranks, and waits for it if it may."""
-        then = "try: run the same command on every node; it resumes from the last checkpoint"
+        """Report a lost node, so that the agent ends the ranks; it then waits if it may restart."""
+        then = "try: run the same command on every node; it resumes from the newest checkpoint"
         if num_restarts_left(self):
-            then = f"waiting for it to come back, {self.wait_s:g} s at most"
+            then = f"waiting up to {self.wait_s:g} s for it to come back"
         say(f"lockstep: {loss}\n  {then}\n")
         self.exit_code = self.exit_code or 1
         return RunResult(state=WorkerState.FAILED)
 
     def _decide(self, failure: Failure) -> None:
-        """Say what happened, and decide whether to try again."""
+        """Report a failure, and decide whether to restart the ranks."""
         self.exit_code = failure.code
         self.seen[failure.identity] += 1
         is_loop = bool(failure.identity) and self.seen[failure.identity] >= CRASH_LOOP
@@ -129,7 +129,7 @@ class Agent(LocalElasticAgent):
         say(failure.text(num_restarts_left(self), is_loop))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """End the ranks that are left: on a signal to the launcher, with time to save."""
+        """End the remaining ranks; after a signal to the launcher they get time to save."""
         requested = self.stop.requested
         deadline = time.monotonic() + timeout
         if self.ranks is not None and requested is not None:
@@ -140,7 +140,7 @@ class Agent(LocalElasticAgent):
         self.logs.finish()
 
     def code_after_stop(self, requested: signal.Signals) -> int:
-        """Return what to exit with after a signal: the ranks have saved, or it says that not."""
+        """Return the exit code after a signal, and report ranks that have not saved."""
         self.stop.wait_if_forced()
         self.stop.end_orphans()
         if self.ranks is None:
@@ -150,19 +150,19 @@ class Agent(LocalElasticAgent):
             say(self.stop.not_saved_text(self.ranks))
             return EXIT_NOT_SAVED
         if EXIT_NOT_SAVED in codes:
-            # A rank that leaves by an error has written it down; by a second signal, has said it.
+            # A rank that failed has left a record; one that left at a second signal has printed it.
             told = [one for one in self.ranks.records() if one["code"] == EXIT_NOT_SAVED]
             say(from_record(told[0]).text(0, is_loop=False) if told else "")
             return EXIT_NOT_SAVED
         if not any(codes):
             return 0
         records = self.ranks.records()
-        # A rank that the signal itself ended, before it listened, is no failure, and those that
-        # lost it fail because of it.
+        # A rank that the signal ended before it had installed its handlers has not failed, and the
+        # ranks that lost it fail only because of that.
         if -requested in codes or not records or records[0]["code"] in EXIT_CODES.values():
             return 128 + requested
         if not self.ranks.position(records[0]["rank"] - self.ranks.first).has_begun:
-            return 128 + requested  # an import that was interrupted, for one
+            return 128 + requested  # interrupted while importing, for example
         failure = find_failure(self.ranks)
         assert failure is not None
         say(failure.text(0, is_loop=False))
@@ -170,6 +170,6 @@ class Agent(LocalElasticAgent):
 
 
 def say(text: str) -> None:
-    """Write to stderr at once."""
+    """Write to stderr and flush it."""
     sys.stderr.write(text)
     sys.stderr.flush()

@@ -1,10 +1,10 @@
-"""Node 0's side of the rendezvous: who is there, when a round begins, who is missing.
+"""Node 0's side of the rendezvous: which nodes are present or missing, when a round begins.
 
-Owns: the one port of a job that can be reached from the network. Does not own: the nodes'
-side (`member.py`), what torch makes of it (`rendezvous.py`).
+Owns: the one port of a job that can be reached from the network. Does not own: the other nodes'
+side (`member.py`), the interface to torch (`rendezvous.py`).
 
-Runs in an event loop of its own, so nothing here needs a lock. Time is measured with a
-monotonic clock on this node alone; what other nodes' clocks say is never looked at.
+Runs in its own event loop, so nothing here needs a lock. Time is measured by the monotonic clock of
+this node only; the clocks of other nodes are never used.
 """
 
 import asyncio
@@ -27,24 +27,24 @@ from lockstep.launch.handshake import (
 )
 
 BEAT_S = 2.0
-"""How often each side of a connection gives a sign of life."""
+"""Interval at which each side of a connection sends a heartbeat."""
 MISSED_BEATS = 15
-"""So many in a row, and a node counts as lost. Counted and not timed, so that a job that SLURM
-suspends and resumes as a whole does not fall apart."""
+"""A node that misses this many heartbeats in a row counts as lost. Heartbeats are counted, not
+timed, so that a job survives when SLURM suspends and resumes all of it."""
 PROBE_S = 5.0
-"""How long an earlier connection of a node may take to answer when the node connects again."""
+"""Time that the earlier connection of a node gets to answer when the node connects again."""
 GONE = "its launcher ended, or the network cut it off"
 MAX_STRANGERS = 128
-"""Connections that have not proved the token yet. One more, and those older than `STALE_S` are
-dropped: a proof takes milliseconds, but the ranks of a large job connect all at once."""
+"""Maximum number of connections that have not proved the token yet. Above it, those older than
+`STALE_S` are dropped. A proof takes milliseconds, but the ranks of a large job connect at once."""
 STALE_S = 1.0
 MAX_FRESH_STRANGERS = 512
-"""One more, and the oldest is dropped however young it is: processes may often open no more than
-1,024 files, and those who have proved the token need some of them."""
+"""Above this number the oldest is dropped whatever its age: a process may often open only 1,024
+files, and the nodes that have proved the token need some of them."""
 MAX_NAMED_STRANGERS = 8
-"""So many addresses with a wrong token are named; a flood must not fill the log."""
+"""Maximum number of addresses with a wrong token to name, so that a flood does not fill the log."""
 NOTICE_S = 10.0
-"""After so long, a node that waits for others says for whom."""
+"""A node that has waited this long for others names them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,25 +56,25 @@ class Member:
     num_processes: int
     host: str
     launcher: str
-    """A random id of its launcher: a node that was started again has another one."""
+    """A random id of its launcher; a restarted node has a different one."""
     run_id: str
-    """The id of this launch, as far as the node knows it already; else empty."""
+    """The id of this launch if the node knows it already, else empty."""
     writer: asyncio.StreamWriter
     is_joining: bool = False
     """Whether it waits for the next round to begin."""
     is_waited_for: bool = False
-    """Whether it knows that others wait for it: once is enough, however many they are."""
+    """Whether it was told that others wait for it, which is done once."""
     store_port: int = 0
-    """Of node 0: where its store for the next round listens, on loopback."""
+    """Only for node 0: the loopback port of its store for the next round."""
     beats_missed: int = 0
     has_left: bool = False
-    """Whether it said goodbye; one that did not is lost."""
+    """Whether it said goodbye; a node that did not is lost."""
     probed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it answers a probe, or its connection ends."""
 
     @property
     def title(self) -> str:
-        """Say which node this is."""
+        """Return number and host of the node."""
         return f"node {self.node} ({self.host})"
 
 
@@ -89,19 +89,19 @@ class Coordinator:
         self.num_nodes = num_nodes
         self.wait_s = wait_s
         self.run_id = ""
-        """Empty until all have come. Node 0 may have been started again: then the other nodes know
-        the id of this launch, and it stays."""
+        """Empty until all nodes have joined. If node 0 was restarted, the id that the other nodes
+        know is kept."""
         self.members: dict[int, Member] = {}
         self.processes: list[int] = []
-        """How many ranks each node starts; empty until all have come once."""
+        """The number of ranks on each node; empty until all nodes have joined once."""
         self.round = 0
         self.store_port = 0
         self.is_over = False
         """Whether a node has left for good, so that there can be no further round."""
         self.refusal: tuple[str, str] | None = None
-        """Problem and remedy, once the job cannot begin."""
+        """Problem and remedy, if the job cannot begin."""
         self._strangers: dict[asyncio.StreamWriter, float] = {}
-        """When each of them connected, oldest first."""
+        """Connections without a proof, each with the time it was opened, oldest first."""
         self._named: set[str] = set()
         self._deadline: asyncio.TimerHandle | None = None
         self._notice: asyncio.TimerHandle | None = None
@@ -118,7 +118,7 @@ class Coordinator:
         self._wait_for_nodes()
 
     async def close(self, within_s: float) -> None:
-        """Stop listening, once those who were told that it is over have heard it."""
+        """Stop listening after all nodes have disconnected, or after `within_s`."""
         self._stop_waiting()
         if self.members:
             self._all_gone.clear()
@@ -135,7 +135,7 @@ class Coordinator:
     # --- Connections -------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection, whoever it is from."""
+        """Serve one connection, trusted or not."""
         try:
             message = await self._admit(reader, writer)
             if message["kind"] == "store":
@@ -145,14 +145,14 @@ class Coordinator:
         except WrongTokenError:
             self._name_stranger(writer)
         except (*BROKEN, KeyError, TypeError):
-            pass  # it ended, or was no launcher of ours
+            pass  # the connection ended, or was not from one of our launchers
         finally:
             writer.close()
 
     async def _admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> dict[str, Any]:
-        """Have a stranger prove the token, and return what it wants."""
+        """Check that a new connection knows the token, and return its first message."""
         now = asyncio.get_running_loop().time()
         while len(self._strangers) >= MAX_STRANGERS:
             oldest, since = next(iter(self._strangers.items()))
@@ -174,8 +174,9 @@ class Coordinator:
             return
         self._named.add(peer)
         sys.stderr.write(
-            f"lockstep: a launcher on {peer} was turned away: its job token differs\n"
-            f"  try: set {TOKEN_VARIABLE} to the same value on every node, or copy the key file\n"
+            f"lockstep: refused a launcher on {peer}: its job token differs\n"
+            f"  try: set {TOKEN_VARIABLE} to the same value on every node, or copy node 0's key "
+            "file there\n"
         )
         sys.stderr.flush()
 
@@ -200,7 +201,7 @@ class Coordinator:
         )
 
     async def _keep(self, member: Member, reader: asyncio.StreamReader) -> None:
-        """Hear what a node says for as long as it is there."""
+        """Handle the messages of a node until its connection ends."""
         await self._drop_predecessor(member)
         if not self._enter(member):
             return
@@ -218,25 +219,25 @@ class Coordinator:
                     return
         except BROKEN:
             if member.beats_missed >= MISSED_BEATS:
-                reason = f"it gave no sign of life for {BEAT_S * MISSED_BEATS:g} s"
+                reason = f"it sent no heartbeat for {BEAT_S * MISSED_BEATS:g} s"
         finally:
             self._leave(member, reason)
 
     async def _drop_predecessor(self, member: Member) -> None:
         """Drop an earlier connection of the same node, unless another launcher answers there.
 
-        A machine that loses power or its network closes no connection. Without a probe, a node
-        that comes back would be taken for a duplicate until its old connection misses its beats.
+        A machine that loses power or its network does not close its connections. Without a probe, a
+        node that comes back would be taken for a duplicate until the old connection times out.
         """
         while (present := self.members.get(member.node)) is not None:
-            # A launcher has one connection at a time, so its own earlier one needs no probe.
+            # A launcher has one connection at a time, so its own earlier one is not probed.
             if present.launcher != member.launcher and await self._answers(present):
                 return
             present.writer.transport.abort()
             self._leave(present, GONE)
 
     async def _answers(self, member: Member) -> bool:
-        """Ask a node for a sign of life."""
+        """Probe a node, and return whether it answers in time."""
         member.probed.clear()
         send(member.writer, "probe")
         try:
@@ -249,10 +250,10 @@ class Coordinator:
     # --- What happens --------------------------------------------------------------
 
     def _enter(self, member: Member) -> bool:
-        """Take a node in, or say why not."""
+        """Admit a node, or send it the reason for the refusal; return whether it was admitted."""
         if self.refusal is None and (fault := self._fault_of(member)) is not None:
             self._refuse(member, *fault)
-            if not self.processes:  # nothing runs yet: all stop, since the commands differ
+            if not self.processes:  # nothing runs yet: stop all nodes, since the commands differ
                 self._refuse_all(*fault)
             return False
         if self.refusal is not None:
@@ -271,7 +272,7 @@ class Coordinator:
         return True
 
     def _fault_of(self, member: Member) -> tuple[str, str] | None:
-        """Return problem and remedy, if a node does not fit in."""
+        """Return problem and remedy, if a node does not fit the others."""
         if member.num_nodes != self.num_nodes:
             return (
                 f"{member.title} was started with --nodes {member.num_nodes}, node 0 with "
@@ -280,19 +281,20 @@ class Coordinator:
             )
         if not 0 <= member.node < self.num_nodes:
             return (
-                f"there is no node {member.node} among {self.num_nodes}",
-                f"pass --node-rank 0 to {self.num_nodes - 1}, another one on each node",
+                f"{member.host} was started with --node-rank {member.node}, but there are "
+                f"{self.num_nodes} nodes",
+                f"pass a different --node-rank on each node, from 0 to {self.num_nodes - 1}",
             )
         if (present := self.members.get(member.node)) is not None:
             return (
                 f"--node-rank {member.node} was passed twice: on {present.host} and on "
                 f"{member.host}",
-                "pass another --node-rank on each node",
+                "pass a different --node-rank on each node",
             )
         if self.processes and member.num_processes != self.processes[member.node]:
             return (
-                f"{member.title} came back with {member.num_processes} processes, and had "
-                f"{self.processes[member.node]} before",
+                f"{member.title} came back with {member.num_processes} processes instead of "
+                f"{self.processes[member.node]}",
                 f"pass --gpus {self.processes[member.node]} there, or start all nodes again",
             )
         return None
@@ -301,7 +303,7 @@ class Coordinator:
         send(member.writer, "welcome", run_id=self.run_id, processes=self.processes)
 
     def _join(self, member: Member, store_port: int) -> None:
-        """Note that a node wants a new round; begin it if all do."""
+        """Note that a node is ready for a new round; begin it when all are."""
         member.store_port = store_port
         if self.refusal is not None:
             self._refuse(member, *self.refusal)
@@ -328,15 +330,15 @@ class Coordinator:
             send(one.writer, "round", round=self.round)
 
     def _leave(self, member: Member, reason: str) -> None:
-        """Tell the others that a node is no longer there."""
+        """Tell the other nodes that one is gone."""
         member.probed.set()
         if self.members.get(member.node) is not member:
-            return  # it was replaced, and the others know
+            return  # it was replaced, and the others were told
         del self.members[member.node]
         if not self.members:
             self._all_gone.set()
         if not self.processes:
-            return  # it may come again; if it does not, it will be named
+            return  # it may reconnect; if it does not, it is reported as missing
         if member.has_left:
             self.is_over = True
             self._stop_waiting()
@@ -373,28 +375,28 @@ class Coordinator:
         self._deadline = None
 
     def _missing(self) -> str:
-        """Name the nodes that are waited for."""
+        """Return the numbers of the missing nodes, as in "node 2" or "nodes 1, 2"."""
         here = {node for node, one in self.members.items() if one.is_joining or not self.processes}
-        return ", ".join(str(node) for node in range(self.num_nodes) if node not in here)
+        missing = [str(node) for node in range(self.num_nodes) if node not in here]
+        return f"node{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
 
     def _give_up(self) -> None:
         self._deadline = None
-        came = "come back" if self.round else "come"
+        join = "come back" if self.round else "join"
         self._refuse_all(
-            f"of {self.num_nodes} nodes, these did not {came} within {self.wait_s:g} s: node "
-            f"{self._missing()}",
-            "run the same command there with its own --node-rank, or pass fewer --nodes",
+            f"of {self.num_nodes} nodes, {self._missing()} did not {join} within {self.wait_s:g} s",
+            "run the same command there with its own --node-rank, or pass a smaller --nodes",
         )
 
     def _say_who_is_missing(self) -> None:
         sys.stderr.write(
-            f"lockstep: still waiting for node {self._missing()} of {self.num_nodes} nodes "
-            f"({self.wait_s:g} s at most)\n"
+            f"lockstep: of {self.num_nodes} nodes, still waiting for {self._missing()} "
+            f"(up to {self.wait_s:g} s)\n"
         )
         sys.stderr.flush()
 
     async def _beat(self) -> None:
-        """Give every node a sign of life, and drop those that give none."""
+        """Send every node a heartbeat, and drop the nodes that send none."""
         while True:
             await asyncio.sleep(BEAT_S)
             for one in list(self.members.values()):

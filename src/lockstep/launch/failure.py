@@ -1,7 +1,7 @@
-"""Why a group of ranks ended, in words, and whether starting it again can help.
+"""Report why a group of ranks ended, and whether a restart can help.
 
 Owns: finding the rank that failed first, naming it, and the exit codes that are final. Does not
-own: looking at the ranks (`ranks.py`), or starting them again (`agent.py`).
+own: observing the ranks (`ranks.py`), or restarting them (`agent.py`).
 """
 
 import signal
@@ -17,15 +17,15 @@ from lockstep.signals import EXIT_CODES, EXIT_NOT_SAVED
 from lockstep.torch_compat.error_texts import PEER_GONE, TIMED_OUT, is_of_collective
 
 CRASH_LOOP = 3
-"""So many times the same failure at the same step, and it is not tried again."""
+"""After this many identical failures at the same step, ranks are not restarted."""
 EXIT_CRASH_LOOP = 4
 EXIT_EARLY = LeftEarlyError.exit_code
 """A rank's script ended with 0 inside a run, or while the others still needed it."""
 FINAL_CODES = {2, 3, EXIT_NOT_SAVED, EXIT_EARLY, *EXIT_CODES.values()}
-"""Not tried again: a request that cannot work, a non-finite loss, a script that ends too early on
-one rank, a stop that was asked for. The same would happen the second time."""
+"""Exit codes after which ranks are not restarted, because the same would happen again: a request
+that cannot work, a non-finite loss, a script that ends too early on one rank, a requested stop."""
 RESUME = "start the same command again; it resumes from the newest checkpoint"
-FIND_KILLER = "look at what the script does in that step, and in dmesg for who sends the signal"
+FIND_KILLER = "look at what the script does in that step, and in dmesg for the sender of the signal"
 LESS_MEMORY = "lower batch.batch_size or loader.num_workers, or ask for more memory"
 
 
@@ -36,22 +36,22 @@ class Failure:
     rank: int
     code: int
     lines: tuple[str, ...] = ()
-    """What is said of it; nothing where the rank has said it itself."""
+    """The message; empty if the rank has printed its own."""
     identity: str = ""
-    """What makes two failures the same; empty where that cannot be told."""
+    """Equal for two failures that are the same; empty if that is unknown."""
     repeated: str = "the same error {times} times in the same place"
-    """What is said of so many of the same."""
+    """The message for a crash loop."""
     remedy: str = ""
     loop_remedy: str = ""
-    """The remedy if it has happened too often to try again."""
+    """The remedy in a crash loop."""
 
     def text(self, restarts_left: int, is_loop: bool) -> str:
-        """Say it, once, for all ranks."""
+        """Return the message, printed once for all ranks."""
         lines = list(self.lines)
         if is_loop:
             lines.append(f"lockstep: {self.repeated.format(times=CRASH_LOOP)}; not trying again")
         elif restarts_left:
-            lines.append(f"lockstep: all ranks start again ({restarts_left} times at most)")
+            lines.append(f"lockstep: restarting all ranks (restarts left: {restarts_left - 1})")
         remedy = self.loop_remedy if is_loop else self.remedy
         if remedy and (is_loop or not restarts_left):
             lines.append(f"  try: {remedy}")
@@ -59,9 +59,9 @@ class Failure:
 
 
 def find_failure(ranks: Ranks) -> Failure | None:
-    """Return why ranks have failed, or None while none has.
+    """Return why ranks have failed, or None if none has.
 
-    Call it before those that are left are ended: they would be taken for the cause.
+    Call this before the remaining ranks are ended, or they would be taken for the cause.
     """
     failed = {local: code for local, code in enumerate(ranks.codes) if code}
     if not failed and not ranks.living:
@@ -79,20 +79,20 @@ def find_failure(ranks: Ranks) -> Failure | None:
 
 
 def from_record(record: Mapping[str, Any]) -> Failure:
-    """Return the failure of a rank that could say what happened to it."""
+    """Return the failure of a rank that left a record of it."""
     rank, code, error = record["rank"], record["code"], record["error"]
     if not error:
         return from_code(rank, code)
     notes = [note.removeprefix(f"on rank {rank}, ") for note in record["notes"]]
     where = ", ".join([f"rank {rank} on {record['host']}", *notes])
-    trace = record["traceback"].rstrip()  # none for an error raised on purpose
+    trace = record["traceback"].rstrip()  # empty for an error raised on purpose
     lines = (*filter(None, [trace]), f"lockstep: {where}: {error}")
     return Failure(rank, code, lines, identity_of(error, record["notes"]))
 
 
 def from_code(rank: int, code: int) -> Failure:
-    """Return the failure of a rank of which only the exit code is known."""
-    if code in FINAL_CODES:  # the rank has said why
+    """Return the failure of a rank that left only an exit code."""
+    if code in FINAL_CODES:  # the rank has printed why
         return Failure(rank, code)
     return Failure(rank, code, (f"lockstep: rank {rank} exited with code {code}",))
 
@@ -114,7 +114,7 @@ def killed(ranks: Ranks, local: int, number: signal.Signals) -> Failure:
         elif was_out_of_memory is None:
             line += "; the kernel's out-of-memory killer may have done it"
         else:
-            line += "; not by the kernel's out-of-memory killer, which has killed nothing here"
+            line += "; it was not the kernel's out-of-memory killer, which has killed nothing here"
     has_place = position.step is not None or position.has_begun
     return Failure(
         rank,
@@ -128,7 +128,7 @@ def killed(ranks: Ranks, local: int, number: signal.Signals) -> Failure:
 
 
 def _left_early(ranks: Ranks, failed: Mapping[str, Any]) -> Failure | None:
-    """Return the early exit of a rank that another has failed for, if there is one."""
+    """Return the early exit of a rank that made another rank fail, if there is one."""
     error = failed["error"]
     if not error:
         return None
@@ -150,14 +150,14 @@ def _left_early(ranks: Ranks, failed: Mapping[str, Any]) -> Failure | None:
 
 
 def _has_lost_peer(failed: Mapping[str, Any]) -> bool:
-    """Say whether a rank failed in a collective because another rank did not answer."""
+    """Return whether a rank failed in a collective because another rank did not answer."""
     error = failed["error"]
     is_lost = PEER_GONE.search(error) or TIMED_OUT.search(error)
     return bool(is_lost) and is_of_collective(error, failed["error_module"])
 
 
 def _left_run(ranks: Ranks) -> Failure | None:
-    """Return the exit of ranks that were all inside a run, of which they could say nothing."""
+    """Return the failure of ranks that all exited with 0 inside a run and left no record."""
     inside = [local for local in range(len(ranks.codes)) if ranks.position(local).is_in_run]
     if not inside:
         return None
@@ -167,12 +167,12 @@ def _left_run(ranks: Ranks) -> Failure | None:
     line = f"{where}, inside a run that had not finished"
     if len(inside) > 1:
         line += f"; so did {len(inside) - 1} more"
-    remedy = "look for what ends the process there: os._exit() in a thread, or exit() in C code"
+    remedy = "look for a call that ends the process there: os._exit() in a thread, exit() in C code"
     return Failure(rank, EXIT_EARLY, (line,), remedy=remedy)
 
 
 def _abandoned(ranks: Ranks) -> Failure | None:
-    """Return the early exit of a rank that all who are left wait for."""
+    """Return the early exit of a rank that all remaining ranks wait for."""
     living = [(ranks.first + local, ranks.position(local)) for local in ranks.living]
     for local, code in enumerate(ranks.codes):
         if code == 0 and any(one.needs(ranks.position(local)) for _, one in living):
@@ -182,13 +182,13 @@ def _abandoned(ranks: Ranks) -> Failure | None:
 
 
 def early_exit(ranks: Ranks, local: int, consequence: str, traceback: str = "") -> Failure:
-    """Return the failure of a rank whose script ended with 0 while others needed it.
+    """Return the failure of a rank whose script exited with 0 while others needed it.
 
     Args:
         ranks: All ranks on this machine.
-        local: The one that ended early.
-        consequence: What became of the others.
-        traceback: Of the rank that failed because of it, if one did.
+        local: The local rank that exited early.
+        consequence: What happened to the others.
+        traceback: The traceback of a rank that failed because of it, if one did.
     """
     rank = ranks.first + local
     what = f"lockstep: rank {rank} on {socket.gethostname()} exited with code 0"
@@ -203,7 +203,7 @@ def early_exit(ranks: Ranks, local: int, consequence: str, traceback: str = "") 
 
 
 def waited_in_vain(ranks: Ranks, codes: Sequence[int | None]) -> bool:
-    """Say whether a rank has given up waiting: the cause is one that has not ended.
+    """Return whether a rank timed out waiting, so that the cause is a rank still running.
 
     NCCL's watchdog ends a process with SIGABRT.
     """

@@ -1,10 +1,10 @@
-"""How two launchers of a job recognise each other, and the lines they exchange afterwards.
+"""Authentication between the launchers of a job, and the messages they exchange afterwards.
 
-Owns: the job token, the proof that both sides of a connection know it, lines of JSON. Does
-not own: who may say what (`coordinator.py`, `member.py`).
+Owns: the job token, the proof that both sides of a connection know it, lines of JSON. Does not own:
+the meaning of messages (`coordinator.py`, `member.py`).
 
-The token itself never travels. Each side sends a random number and receives the HMAC of
-both numbers, so that a recorded proof is worth nothing on another connection.
+The token itself is never sent. Each side sends a random number and receives the HMAC of both
+numbers, so that a recorded proof is useless on another connection.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ PROOF_BYTES = 32
 ACCEPTED = b"+"
 DENIED = b"-"
 HANDSHAKE_S = 10.0
-"""How long a connection may take to prove the token; what has not by then is dropped."""
+"""Time that a connection gets to prove the token before it is dropped."""
 LINE_BYTES = 64 * 1024
-"""The longest line either side reads."""
+"""The longest line that either side reads."""
 BROKEN = (OSError, EOFError, ValueError, TimeoutError)
-"""What reading from a connection may raise: it ended, it is late, or it makes no sense."""
+"""Errors of a connection that ended, timed out, or sent something invalid."""
 
 
 class WrongTokenError(Exception):
@@ -39,10 +39,10 @@ class WrongTokenError(Exception):
 
 
 def job_token(env: Mapping[str, str]) -> bytes:
-    """Return what the nodes of a job have in common: a variable, else a key file of the user's.
+    """Return the secret that the nodes of a job share: from a variable, else from the key file.
 
     Raises:
-        LaunchError: if neither can be used.
+        LaunchError: neither can be used.
     """
     token = env.get(TOKEN_VARIABLE, "")
     if not token:
@@ -57,7 +57,7 @@ def job_token(env: Mapping[str, str]) -> bytes:
 
 
 def key_path(env: Mapping[str, str]) -> Path:
-    """Return where the user's key file is.
+    """Return the path of the user's key file.
 
     >>> key_path({"XDG_CONFIG_HOME": "/home/ada/.config"}).as_posix()
     '/home/ada/.config/lockstep/job_key'
@@ -87,13 +87,13 @@ def _read_or_make_key(path: Path) -> bytes:
     if len(key) < MIN_TOKEN_CHARACTERS:
         raise LaunchError(
             f"the job key {path} has {len(key)} characters, fewer than {MIN_TOKEN_CHARACTERS}",
-            f"remove it, and a new one is made; or {remedy}",
+            f"remove it, so that the next launch makes a new one, or {remedy}",
         )
     return key
 
 
 def _make_key(path: Path) -> None:
-    """Make the key file; of several nodes that share the folder and try at once, one succeeds."""
+    """Make the key file. If several nodes that share the folder try at once, one succeeds."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -118,11 +118,11 @@ def _proof(token: bytes, side: bytes, head_nonce: bytes, node_nonce: bytes) -> b
 async def welcome_node(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes
 ) -> None:
-    """Have whoever connected to the head prove the token, then prove it to them.
+    """On node 0: check that the other side knows the token, then prove it to that side.
 
     Raises:
-        WrongTokenError: if they know another one.
-        ValueError: if they speak another language.
+        WrongTokenError: it knows a different token.
+        ValueError: it uses another protocol.
     """
     head_nonce = secrets.token_bytes(NONCE_BYTES)
     writer.write(MAGIC + head_nonce)
@@ -140,11 +140,11 @@ async def welcome_node(
 async def greet_head(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes
 ) -> None:
-    """Prove the token to the head, and have it prove that it knows the token too.
+    """Prove the token to node 0, and check that node 0 knows it too.
 
     Raises:
-        WrongTokenError: if the head knows another one.
-        ValueError: if what listens there speaks another language.
+        WrongTokenError: node 0 knows a different token.
+        ValueError: the other side uses another protocol.
     """
     await _read_magic(reader)
     head_nonce = await reader.readexactly(NONCE_BYTES)
@@ -159,14 +159,14 @@ async def greet_head(
 
 async def _read_magic(reader: asyncio.StreamReader) -> None:
     if await reader.readexactly(len(MAGIC)) != MAGIC:
-        raise ValueError("what answers there is no launcher of this version of lockstep")
+        raise ValueError("the other side is not a launcher of this version of lockstep")
 
 
 # --- Lines -----------------------------------------------------------------------
 
 
 def send(writer: asyncio.StreamWriter, kind: str, **values: Any) -> None:
-    """Send a message, without waiting for the other side to take it."""
+    """Send a message, without waiting for the other side to receive it."""
     if not writer.is_closing():
         writer.write(json.dumps({"kind": kind, **values}).encode() + b"\n")
 
@@ -175,8 +175,8 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
     """Return the next message.
 
     Raises:
-        EOFError: if the connection ended.
-        ValueError: if it is too long, or no message.
+        EOFError: the connection ended.
+        ValueError: the line is too long, or not a message.
     """
     line = await reader.readline()
     if not line.endswith(b"\n"):
@@ -194,7 +194,7 @@ async def splice(
     one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
 ) -> None:
-    """Pass on what either side says to the other, until one of them ends."""
+    """Copy data in both directions until one of the connections ends."""
     ways = [
         asyncio.ensure_future(_copy(one[0], other[1])),
         asyncio.ensure_future(_copy(other[0], one[1])),

@@ -1,11 +1,11 @@
-"""Run a script on the processes of this machine, alone or as one of several, on torch's agent.
+"""Run a script on processes of this machine, alone or as one of several nodes, by torch's agent.
 
 Owns: the agent's settings, the process that forks the ranks, the exit code. Does not own:
 starting, watching and restarting ranks (`agent.py`), signals (`stopping.py`), what a rank does
 (`worker.py`).
 
-Workers are forked from a process that has imported torch, so that a restart costs tenths
-of a second. That process watches the launcher: without it, it ends, and the workers with it.
+Workers are forked from a process that has imported torch, so that a restart takes tenths of a
+second. That process ends when the launcher ends, and the workers end with it.
 """
 
 import logging
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 MONITOR_S = 0.02
 MAX_NODES = 65_536
-"""What SLURM takes, too."""
+"""SLURM's limit too."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """What to run, and on how many processes."""
+    """A script to run, and the processes to run it on."""
 
     words: tuple[str, ...]
     """A script, or -m and a module, and its arguments."""
@@ -52,7 +52,7 @@ class LaunchRequest:
     num_nodes: int = 1
     node_rank: int = 0
     head: str = ""
-    """HOST:PORT of node 0; on one machine a free port is taken."""
+    """HOST:PORT of node 0; empty on one machine, where a free port is used."""
     restarts: int = 0
     logs: str | None = None
     wait_s: float = 600.0
@@ -60,17 +60,17 @@ class LaunchRequest:
 
 
 def launch(command: LaunchRequest) -> int:
-    """Run it and return the exit code of the first rank that failed, or 0."""
+    """Run the command and return the exit code of the first rank that failed, or 0."""
     _check(command)
     cores_each = max(1, (os.cpu_count() or 1) // command.num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_each))
-    # Who was told to ignore one (`nohup`, a shell's `&`) has ranks that ignore it, too.
+    # If the launcher was told to ignore a signal (`nohup`, a shell's `&`), its ranks ignore it too.
     heard = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # none: `StopRequest` does
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # none: `StopRequest` handles them
     with StopRequest(heard, os.environ, _kill_wait_s) as stop:
         try:
             return _launch(command, stop, heard)
-        except Stopped:  # before there was an agent
+        except Stopped:  # before the agent was created
             assert stop.requested is not None
             return 128 + int(stop.requested)
 
@@ -85,9 +85,9 @@ def _launch(command: LaunchRequest, stop: StopRequest, heard: Sequence[str]) -> 
 
 
 def _meet_other_nodes(command: LaunchRequest) -> Membership | None:
-    """Wait for the other nodes, if there are any, and tell the ranks how many to expect.
+    """Wait for the other nodes, if any, and tell the ranks how many ranks to expect.
 
-    Variables are set before the process that forks the ranks starts, which inherits them.
+    Variables are set before the process that forks the ranks starts, so that it inherits them.
     """
     check_loopback()
     membership = None
@@ -103,17 +103,17 @@ def _meet_other_nodes(command: LaunchRequest) -> Membership | None:
         )
         membership = Membership(place, os.environ)
         num_ranks = sum(membership.processes)
-    os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it, and may log what they are in
+    os.environ.pop(TOKEN_VARIABLE, None)  # ranks do not need it, and may log their environment
     os.environ["LOCKSTEP_EXPECTED_RANKS"] = str(num_ranks)
     _choose_interface(parse_head(command.head)[0] if command.num_nodes > 1 else LOOPBACK)
     return membership
 
 
 def _choose_interface(host: str) -> None:
-    """Have gloo listen on the interface that leads to `host` and on no other.
+    """Let gloo listen only on the interface that leads to `host`.
 
-    On one node NCCL, too, need not listen beyond loopback. Between nodes it chooses for itself:
-    it knows about InfiniBand.
+    On one node NCCL is limited to loopback too. Between nodes it chooses its interface itself,
+    because it knows about InfiniBand.
     """
     interface = interface_towards(host)
     if interface is not None:
@@ -131,7 +131,7 @@ def _run_ranks(
     """Start the ranks of this node and return the exit code of the first that failed, or 0."""
     with _as_nobody(), _held_back(heard):
         multiprocessing.set_forkserver_preload(preloaded(command.restarts))
-        forkserver.ensure_running()  # it imports torch while we do
+        forkserver.ensure_running()  # imports torch in parallel with this process
 
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
@@ -139,12 +139,12 @@ def _run_ranks(
 
     from lockstep.launch.rendezvous import OneNodeRendezvous, SeveralNodesRendezvous
 
-    # The failing rank has said what is wrong; the agent's own table says it again, worse.
+    # The failing rank has printed its error; the agent's table would only repeat it.
     for chatty in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     _check_gpus(command.num_processes)
     handler = OneNodeRendezvous() if membership is None else SeveralNodesRendezvous(membership)
-    others = range(1, command.num_processes)  # the first is heard as it is: `worker.keep_log`
+    others = range(1, command.num_processes)  # the first rank prints directly: `worker.keep_log`
     logs = DefaultLogsSpecs(command.logs, redirects=dict.fromkeys(others, Std.ALL))
     agent = _build_agent(command, handler, logs, stop)
     if command.logs is None:
@@ -155,12 +155,13 @@ def _run_ranks(
     except OSError as error:
         raise LaunchError(
             f"the ranks cannot be started: {error}",
-            "free /dev/shm and the temporary folder, and allow more open files (ulimit -n)",
+            "free space in /dev/shm and in the temporary folder, and raise the limit of open files "
+            "(ulimit -n)",
         ) from error
     except Stopped:
         assert stop.requested is not None
         return agent.code_after_stop(stop.requested)
-    except (RendezvousError, DistError):  # one has given up for good, or is gone
+    except (RendezvousError, DistError):  # another node has given up or is gone
         sys.stderr.write(
             f"lockstep: the {command.num_nodes} nodes could not rendezvous after a restart\n"
             "  try: read the other nodes' errors, then run the same command on every node\n"
@@ -180,16 +181,16 @@ def _kill_wait_s() -> float:
 
 
 def preloaded(restarts: int) -> list[str]:
-    """Return what is imported once, in the process that forks the ranks.
+    """Return the modules to import once, in the process that forks the ranks.
 
-    Exact mode asks for torch's compiler, which takes over a second to import: better once than in
-    every rank that goes on; where none does, better only in those that ask.
+    Exact mode needs torch's compiler, which takes over a second to import. With restarts it is
+    imported here, so that restarted ranks need not; without, only the ranks that need it import it.
     """
     return ["lockstep.launch.warm", *([COMPILER] if restarts else [])]
 
 
 def _check(command: LaunchRequest) -> None:
-    """Refuse what cannot start, before anything does."""
+    """Refuse a command that cannot start, before any process is started."""
     check_script(command.words)
     if command.words[0] == "-m":
         check_module(command.words[1])
@@ -207,30 +208,31 @@ def _check(command: LaunchRequest) -> None:
         )
     if not 0 <= command.node_rank < command.num_nodes:
         raise LaunchError(
-            f"--node-rank {shown(command.node_rank)} of {command.num_nodes} nodes",
-            f"pass --node-rank from 0 to {command.num_nodes - 1}",
+            f"--node-rank {shown(command.node_rank)} is out of range for {command.num_nodes} nodes",
+            f"pass a --node-rank from 0 to {command.num_nodes - 1}",
         )
     if not 0 <= command.restarts <= LARGEST:
         raise LaunchError(
-            f"--restarts {shown(command.restarts)} cannot be counted", "pass --restarts 3"
+            f"--restarts {shown(command.restarts)} is not a number from 0 to {LARGEST}",
+            "pass a number of restarts, such as --restarts 3",
         )
     if command.logs is not None:
         try:
             os.makedirs(command.logs, exist_ok=True)
         except OSError as error:
             raise LaunchError(
-                f"the log folder {plain(command.logs)} cannot be made: {error.strerror}",
+                f"the log folder {plain(command.logs)} cannot be created: {error.strerror}",
                 "pass a folder that you may write to: --logs FOLDER",
             ) from error
 
 
 def _check_gpus(num_processes: int) -> None:
-    """Refuse to crowd GPUs; a machine without any trains on its cores."""
+    """Refuse more processes than GPUs; a machine without GPUs trains on its CPU."""
     from torch.cuda import device_count
 
     if 0 < device_count() < num_processes:
         raise LaunchError(
-            f"there are {device_count()} GPUs, fewer than {num_processes} processes",
+            f"--gpus {num_processes} asks for more GPUs than this machine has ({device_count()})",
             f"pass --gpus {device_count()}, or set CUDA_VISIBLE_DEVICES= to train on the CPU",
         )
 
@@ -256,7 +258,7 @@ def _build_agent(
 
 @contextmanager
 def _as_nobody() -> Iterator[None]:
-    """Start processes that do not import our own command again as their main program."""
+    """Start processes that do not import the launcher's command as their main module."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -267,15 +269,15 @@ def _as_nobody() -> Iterator[None]:
 
 @contextmanager
 def _held_back(names: Sequence[str]) -> Iterator[None]:
-    """Start processes that do not die of what SLURM, or a closing terminal, sends to everyone.
+    """Start processes with these signals blocked: SLURM or a closing terminal signals all of them.
 
-    Ranks end with the one that forks them; they listen again (`worker.py`), also to what came
-    before they did, and it leaves with us.
+    The process that forks the ranks must outlive such a signal, since the ranks end with it. Ranks
+    unblock the signals (`worker.py`), and then receive those sent before.
     """
     numbers = [signal.Signals[name] for name in names]
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
-        resource_tracker.ensure_running()  # it lets SIGTERM through again
+        resource_tracker.ensure_running()  # it unblocks SIGTERM
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:

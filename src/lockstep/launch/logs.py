@@ -1,7 +1,7 @@
-"""What the ranks print, copied to the launcher's own streams, each line behind its rank.
+"""Copy the output of the ranks to the launcher's streams, each line prefixed with its rank.
 
-Owns: following the log files of the ranks but the first, which prints by itself
-(`worker.keep_log`). Does not own: writing them; torch's elastic agent redirects the ranks there.
+Owns: following the log files of all ranks but the first, which prints directly (`worker.keep_log`).
+Does not own: writing these files; torch's elastic agent redirects the ranks there.
 """
 
 import os
@@ -17,8 +17,8 @@ LOOK_S = 0.1
 class LogFollowers:
     """Threads that copy the log files of local ranks.
 
-    In place of those of torch's agent, which sleep between two looks: every restart would wait for
-    two such naps.
+    They replace those of torch's agent, which sleep between two reads: every restart would wait for
+    two of these pauses.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -34,7 +34,7 @@ class LogFollowers:
             thread.start()
 
     def finish(self) -> None:
-        """Copy what is left, once the ranks have ended."""
+        """Copy the rest after the ranks have ended."""
         self._finished.set()
         for thread in self._threads:
             thread.join()
@@ -43,7 +43,7 @@ class LogFollowers:
 def follow_log(
     header: str, file: str, destination: TextIO, finished: threading.Event, interval_s: float
 ) -> None:
-    """Copy the lines of a file as they come, until it is finished: then at once."""
+    """Copy the lines of a file as they are written, until `finished` is set."""
     line = ""
     is_last = False
     while not os.path.exists(file):
@@ -51,7 +51,7 @@ def follow_log(
             return
     with open(file, errors="replace") as lines:
         while not is_last:
-            is_last = finished.wait(interval_s)  # what was written before is read after
+            is_last = finished.wait(interval_s)  # lines written before the end are still read below
             for piece in lines:
                 line += piece
                 if line.endswith("\n"):

@@ -1,10 +1,10 @@
-"""This node among the nodes of a launch: meeting the others, joining a round, noticing a loss.
+"""This node's side of the rendezvous: connecting, joining a round, noticing a lost node.
 
-Owns: the connection to node 0, and the tunnel through which this node's ranks reach the
-store there. Does not own: node 0's side (`coordinator.py`), starting ranks (`local.py`).
+Owns: the connection to node 0, and the tunnel through which this node's ranks reach the store
+there. Does not own: node 0's side (`coordinator.py`), starting ranks (`local.py`).
 
-A thread of its own keeps the connection alive, so that the launcher neither waits for the
-network while it watches its ranks, nor falls silent while it waits for them.
+A separate thread keeps the connection alive: the launcher does not wait for the network while it
+watches its ranks, and heartbeats continue while it waits for them.
 """
 
 import asyncio
@@ -42,8 +42,11 @@ RETRY_S = 0.2
 TUNNEL_S = 60.0
 """How long a rank's connection to the store may wait for node 0 to answer."""
 GOODBYE_S = 5.0
-"""How long the other nodes may take to hear that this one leaves."""
-HEAD_REMEDY = "pass the same --head on every node; its port must be free there and reachable"
+"""How long to wait until the other nodes were told that this one leaves."""
+HEAD_REMEDY = (
+    "pass the same --head on every node, with a port that is free on node 0 and reachable from the "
+    "other nodes"
+)
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Result = TypeVar("Result")
@@ -59,7 +62,7 @@ class LinkLostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What this node was told on its command line."""
+    """The place of this node in the job, from its command line."""
 
     node: int
     num_nodes: int
@@ -72,8 +75,8 @@ class Place:
 class Membership:
     """This node's membership in a job of several nodes.
 
-    `Membership(place, env)` returns when all nodes have come, and raises on all of them, in the
-    same words, if they have not in time or do not fit together.
+    `Membership(place, env)` returns when all nodes have joined. If one is missing or they do not
+    fit together, it raises the same error on all of them.
     """
 
     def __init__(self, place: Place, env: Mapping[str, str]) -> None:
@@ -82,17 +85,17 @@ class Membership:
         self.token = job_token(env)
         self.key_path = key_path(env)
         self.launcher = secrets.token_hex(8)
-        """Tells this launcher from another one that was started with the same --node-rank."""
+        """Distinguishes this launcher from another one with the same --node-rank."""
         self.run_id = ""
         self.processes: list[int] = []
-        """How many ranks each node starts."""
+        """The number of ranks on each node."""
         self.num_waiting = 0
-        """More than 0 if nodes wait for a new round, which this one has not joined yet: how many
-        there were when node 0 said so."""
+        """The number of nodes that wait for this one to join a new round, as of node 0's last
+        message."""
         self.is_over = False
         """Whether another node has left for good."""
         self.loss: str | None = None
-        """Which node was lost, and how, since the round began."""
+        """The node that was lost since the round began, and how."""
         self._link: asyncio.StreamWriter | None = None
         self._answer: asyncio.Future[dict[str, Any]] | None = None
         self._refusal: LaunchError | None = None
@@ -101,7 +104,7 @@ class Membership:
         self._tunnel: asyncio.Server | None = None
         self._coordinator: Coordinator | None = None
         self._loop = asyncio.new_event_loop()
-        # A flood of strangers may exhaust this process's files; asyncio tries again by itself.
+        # A flood of connections may exhaust the file descriptors; asyncio retries by itself.
         self._loop.set_exception_handler(lambda *_: None)
         self._thread = threading.Thread(target=self._run_loop, name="rendezvous", daemon=True)
         self._thread.start()
@@ -112,13 +115,13 @@ class Membership:
             raise
 
     def join(self, store_port: int = 0) -> int:
-        """Wait until all nodes begin a round; return the port on which its store is reached here.
+        """Wait until all nodes begin a round; return the local port of its store.
 
         Node 0 passes the port of the store it made for this round.
 
         Raises:
             RendezvousOverError: if another node has left for good.
-            LaunchError: naming the nodes that did not come.
+            LaunchError: naming the nodes that did not join.
         """
         return self._call(self._join(store_port))
 
@@ -151,7 +154,7 @@ class Membership:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        await asyncio.sleep(0)  # a socket closes in the next turn
+        await asyncio.sleep(0)  # sockets close in the next iteration of the event loop
 
     async def _enter(self) -> None:
         if self.place.node == 0:
@@ -161,8 +164,9 @@ class Membership:
     async def _open_head(self) -> None:
         """Listen on the addresses that --head names here.
 
-        If it names none of this machine's (NAT, a container) or a loopback address under another
-        name than localhost (Debian's 127.0.1.1), listen on all: every connection proves the token.
+        If it names none of this machine's addresses (NAT, a container), or a loopback address under
+        a name other than localhost (Debian's 127.0.1.1), listen on all. Every connection must prove
+        the token.
         """
         own = Coordinator(self.token, self.place.num_nodes, self.place.wait_s)
         try:
@@ -170,12 +174,12 @@ class Membership:
             await own.open(addresses or None, self.port)
         except OSError as error:
             raise LaunchError(
-                f"the head {self.place.head} cannot be opened here: {_reason(error)}", HEAD_REMEDY
+                f"node 0 cannot listen on {self.place.head}: {_reason(error)}", HEAD_REMEDY
             ) from error
         self._coordinator = own
 
     async def _connect(self, deadline: float) -> None:
-        """Connect to node 0 and wait until all nodes have come."""
+        """Connect to node 0 and wait until all nodes have joined."""
         reader, writer = await self._dial(deadline)
         self._link = writer
         self._answer = self._loop.create_future()
@@ -196,13 +200,14 @@ class Membership:
             answer = await self._answer
         except LinkLostError as lost:
             raise LaunchError(
-                f"node 0 at {self.place.head} ended before all {self.place.num_nodes} nodes came",
+                f"node 0 at {self.place.head} ended before all {self.place.num_nodes} nodes had "
+                "joined",
                 "read what node 0 printed, then run the same command on every node",
             ) from lost
         processes = [int(count) for count in answer["processes"]]
         if self.processes and self.processes != processes:
             raise LaunchError(
-                f"node 0 came back to a group of {sum(processes)} ranks; this one had "
+                f"node 0 was started again with {sum(processes)} ranks in all instead of "
                 f"{sum(self.processes)}",
                 "pass the same --nodes and --gpus as before, or start all nodes again",
             )
@@ -210,7 +215,7 @@ class Membership:
         self.run_id = str(answer["run_id"])
 
     async def _dial(self, deadline: float) -> Stream:
-        """Connect to the head and prove the token, as often as it takes."""
+        """Connect to node 0 and prove the token; retry until the deadline."""
         notice = self._loop.time() + coordinator.NOTICE_S
         while True:
             writer = None
@@ -218,7 +223,7 @@ class Membership:
                 async with asyncio.timeout(HANDSHAKE_S):
                     host = self.host
                     if self._coordinator is not None and not own_addresses(host):
-                        host = LOOPBACK  # node 0 listens everywhere, and is itself nearest
+                        host = LOOPBACK  # this is node 0, which listens on all addresses
                     reader, writer = await asyncio.open_connection(
                         host, self.port, limit=LINE_BYTES, happy_eyeballs_delay=0.25
                     )
@@ -226,7 +231,7 @@ class Membership:
                     return reader, writer
             except WrongTokenError as error:
                 raise LaunchError(
-                    f"the head {self.place.head} turned this node away: the job token differs",
+                    f"node 0 at {self.place.head} refused this node: the job token differs",
                     f"set {TOKEN_VARIABLE} to the same value on every node, or copy the key file "
                     f"{self.key_path} from node 0",
                 ) from error
@@ -235,14 +240,14 @@ class Membership:
                     writer.close()
                 if self._loop.time() >= deadline:
                     raise LaunchError(
-                        f"the head {self.place.head} does not answer within "
+                        f"node 0 at {self.place.head} did not answer within "
                         f"{self.place.wait_s:g} s: {_reason(error)}",
                         HEAD_REMEDY,
                     ) from error
                 if self._loop.time() >= notice:
                     notice = deadline + 1
-                    _say(f"the head {self.place.head} does not answer yet: {_reason(error)}")
-            # Ranks that were turned away together must not come back together.
+                    _say(f"node 0 at {self.place.head} does not answer yet: {_reason(error)}")
+            # Connections that failed at the same time should not retry at the same time.
             await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.5))
 
     async def _join(self, store_port: int) -> int:
@@ -259,15 +264,15 @@ class Membership:
             send(self._link, "join", store_port=store_port)
             try:
                 answer = await self._answer
-            except LinkLostError:  # node 0 is gone; it may be started again
+            except LinkLostError:  # node 0 is gone, and may be started again
                 continue
             if answer["kind"] == "over":
                 raise RendezvousOverError
             return await self._open_tunnel(int(answer["round"]), store_port)
 
     async def _open_tunnel(self, number: int, store_port: int) -> int:
-        """Return a port of this node's loopback that leads to the store of a round."""
-        if store_port:  # it is on this node
+        """Return a loopback port of this node that leads to the store of a round."""
+        if store_port:  # the store is on this node
             return store_port
         if self._tunnel is not None:
             self._tunnel.close()
@@ -278,7 +283,7 @@ class Membership:
                 send(head[1], "store", round=number)
                 await splice((reader, writer), head)
             except (*BROKEN, LaunchError):
-                pass  # the rank whose connection ends here says so
+                pass  # the rank reports its lost connection itself
             finally:
                 writer.close()
 
@@ -286,7 +291,7 @@ class Membership:
         return int(self._tunnel.sockets[0].getsockname()[1])
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take in what node 0 says, until the connection ends."""
+        """Handle node 0's messages until the connection ends."""
         reason = coordinator.GONE
         try:
             while True:
@@ -296,7 +301,7 @@ class Membership:
         except (*BROKEN, KeyError, TypeError):
             if self._beats_missed >= coordinator.MISSED_BEATS:
                 silence_s = coordinator.BEAT_S * coordinator.MISSED_BEATS
-                reason = f"it gave no sign of life for {silence_s:g} s"
+                reason = f"it sent no heartbeat for {silence_s:g} s"
         finally:
             writer.close()
             self._link = None
@@ -308,7 +313,7 @@ class Membership:
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "round":
-            # Messages arrive in order: what was reported before the round belongs to the last one.
+            # Messages arrive in order, so earlier reports belong to the previous round.
             self.num_waiting = 0
             self.loss = None
         is_waiting = self._answer is not None and not self._answer.done()
@@ -330,7 +335,7 @@ class Membership:
             self.loss = f"{message['title']} is gone: {message['reason']}"
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
-        """Give node 0 a sign of life, and drop the connection if it gives none."""
+        """Send node 0 a heartbeat, and drop the connection if it sends none."""
         while not writer.is_closing():
             await asyncio.sleep(coordinator.BEAT_S)
             self._beats_missed += 1
@@ -357,19 +362,19 @@ class Membership:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
-        self._tasks.add(task)  # asyncio itself holds tasks weakly
+        self._tasks.add(task)  # asyncio keeps only weak references to tasks
         task.add_done_callback(self._tasks.discard)
 
 
 def _reason(error: BaseException) -> str:
-    """Say in a few words why a connection failed."""
+    """Return in a few words why a connection failed."""
     if isinstance(error, TimeoutError):
         return "no answer"
     if isinstance(error, EOFError):
         return "the connection ended"
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
-    if isinstance(error, OSError) and error.strerror:  # a name that does not resolve
+    if isinstance(error, OSError) and error.strerror:  # for example a name that does not resolve
         return error.strerror
     return str(error) or type(error).__name__
 

@@ -1,7 +1,7 @@
-"""How much memory ranks took, how much there is, and whether the kernel killed one for it.
+"""The memory that ranks used, the memory there is, and whether the kernel killed a rank for it.
 
-Owns: reading it from /proc and from this process's control group, of either version. Does not
-own: what is said about it.
+Owns: reading this from /proc and from this process's control group, version 1 or 2. Does not own:
+messages about it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,14 +19,14 @@ class ControlGroup:
     """The memory control group of this process, which its ranks inherit."""
 
     events: Path
-    """Counts the processes that the kernel has killed for want of memory."""
+    """The file that counts the processes killed by the out-of-memory killer."""
     limit: Path
 
     @classmethod
     def own(
         cls, root: Path = Path("/sys/fs/cgroup"), listed: Path = Path("/proc/self/cgroup")
     ) -> Self | None:
-        """Return it, or None where the kernel offers none."""
+        """Return the group, or None if the kernel has no memory control groups."""
         try:
             lines = listed.read_text().splitlines()
         except OSError:
@@ -35,7 +35,7 @@ class ControlGroup:
             _, controllers, path = line.split(":", 2)
             inner = path.lstrip("/")
             if controllers == "memory":
-                # In a container the group's own files lie at the root of what is mounted.
+                # In a container the group's own files are at the root of the mount.
                 for folder in (root / "memory" / inner, root / "memory"):
                     if (folder / "memory.oom_control").exists():
                         return cls(folder / "memory.oom_control", folder / "memory.limit_in_bytes")
@@ -46,7 +46,7 @@ class ControlGroup:
         return None
 
     def num_kills(self) -> int | None:
-        """Return how many processes of the group the out-of-memory killer has ended so far."""
+        """Return how many processes of the group the out-of-memory killer has killed so far."""
         try:
             counts = dict(line.split() for line in self.events.read_text().splitlines())
             return int(counts["oom_kill"])
@@ -54,7 +54,7 @@ class ControlGroup:
             return None
 
     def num_bytes(self) -> int | None:
-        """Return how much the group may take; None if there is no limit."""
+        """Return the memory limit of the group; None if there is none."""
         try:
             return int(self.limit.read_text())
         except (OSError, ValueError):  # "max"
@@ -63,17 +63,17 @@ class ControlGroup:
 
 @dataclass
 class MemoryWatch:
-    """What the ranks of one attempt took, as far as it was seen before they ended."""
+    """The memory that the ranks of one attempt used, as last seen before they ended."""
 
     group: ControlGroup | None = field(default_factory=ControlGroup.own)
     peaks: dict[int, int] = field(default_factory=dict)
-    """By process id, the largest resident size in bytes."""
+    """The largest resident size in bytes, by process id."""
 
     def __post_init__(self) -> None:
         self._kills_before = self.group.num_kills() if self.group else None
 
     def look(self, pids: Iterable[int]) -> None:
-        """Note the peaks of processes that are alive."""
+        """Note the peaks of running processes."""
         for pid in pids:
             peak = peak_bytes(pid)
             if peak is not None:
@@ -81,14 +81,14 @@ class MemoryWatch:
 
     @property
     def was_out_of_memory(self) -> bool | None:
-        """Say whether the kernel has killed for want of memory; None if that cannot be known."""
+        """Return whether the out-of-memory killer has killed a process; None if unknown."""
         kills = self.group.num_kills() if self.group else None
         if kills is None or self._kills_before is None:
             return None
         return kills > self._kills_before
 
     def text(self, pid: int) -> str:
-        """Say how much a process took of how much: "peak memory 12.3 GiB of 24.0 GiB"."""
+        """Return a process's peak and the available memory: "peak memory 12.3 GiB of 24.0 GiB"."""
         peak = self.peaks.get(pid)
         if peak is None:
             return ""
@@ -98,7 +98,7 @@ class MemoryWatch:
 
 
 def peak_bytes(pid: int) -> int | None:
-    """Return the largest resident size that a process has had, while it is alive."""
+    """Return the largest resident size of a running process so far."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -109,7 +109,7 @@ def peak_bytes(pid: int) -> int | None:
 
 
 def size_text(num_bytes: int) -> str:
-    """Say a size in the unit that people ask for memory in.
+    """Return a size in GiB or MiB, as memory is requested.
 
     >>> size_text(13_207_024_435), size_text(209_715_200)
     ('12.3 GiB', '200 MiB')

@@ -1,7 +1,7 @@
 """The ranks that a launcher has started on its machine, seen from outside.
 
-Owns: their exit codes and what they leave behind, asking where they are, ending them. Does not
-own: starting them (torch's elastic agent does), or what is said of a failure (`failure.py`).
+Owns: their exit codes and records, asking for their stacks, ending them. Does not own: starting
+them (torch's elastic agent does), or messages about a failure (`failure.py`).
 """
 
 import json
@@ -19,44 +19,44 @@ from lockstep.launch.memory import MemoryWatch
 from lockstep.launch.worker import PLACE, POSITION, RECORD
 
 ANSWER_S = 0.5
-"""How long a rank may take to write down where it is."""
+"""Time that a rank gets to write down its stack."""
 FRAMES = 6
 LOOK_S = 1.0
-"""How often positions and memory are looked at."""
+"""Interval at which positions and memory are read."""
 ABANDONED_S = 10.0
-"""How long a rank may stay where it needs another whose script has ended. It needs a moment: both
-may be on their way out, one faster than the other."""
+"""How long a rank may need another rank whose script has ended. Not zero: both may be about to end,
+one faster than the other."""
 JOINING_S = 1.0
-"""How long a rank that is to stop may wait for others to start. It has nothing to save."""
+"""How long a rank that must stop may wait for others to start. It has nothing to save."""
 SLOW_S = 10.0
-"""Ranks that have not stopped so long after they were asked to are named, with where they are."""
+"""Ranks that have not stopped this long after the request are named, with their stacks."""
 REAP_S = 5.0
-"""How long the kernel may take to end a killed process: a stuck disk or GPU may hold it."""
+"""Time that the kernel gets to end a killed process, which a stuck disk or GPU may delay."""
 
 
 class Process(Protocol):
-    """What is asked of a rank's process."""
+    """The part of a rank's process that is used here."""
 
     @property
     def pid(self) -> int | None:
-        """Its number."""
+        """Return its process id."""
 
     @property
     def exitcode(self) -> int | None:
-        """Minus the signal that ended it, or its exit code; None while it lives."""
+        """Return its exit code, or minus the signal that ended it; None while it runs."""
 
     @property
     def sentinel(self) -> int:
-        """A descriptor that is ready when the process has ended."""
+        """Return a descriptor that is ready when the process has ended."""
 
 
 class Ranks:
     """The ranks of one attempt on this machine.
 
     Args:
-        processes: By local rank.
-        folders: By local rank, where it leaves its records.
-        first: The global rank of the first.
+        processes: The processes, by local rank.
+        folders: The folders of their records, by local rank.
+        first: The global rank of the first one.
     """
 
     def __init__(self, processes: Sequence[Process], folders: Sequence[Path], first: int) -> None:
@@ -69,7 +69,7 @@ class Ranks:
 
     @property
     def codes(self) -> list[int | None]:
-        """Return the exit codes: minus the signal if killed, None while it lives."""
+        """Return the exit codes: minus the signal if killed, None while running."""
         return [process.exitcode for process in self.processes]
 
     @property
@@ -78,24 +78,24 @@ class Ranks:
         return [local for local, code in enumerate(self.codes) if code is None]
 
     def record(self, local: int) -> dict[str, Any] | None:
-        """Return what a rank wrote down when its script ended, if it could."""
+        """Return the record that a rank wrote when its script ended, if there is one."""
         try:
             return dict(json.loads((self.folders[local] / RECORD).read_text()))
         except (OSError, ValueError):
             return None
 
     def records(self) -> list[dict[str, Any]]:
-        """Return what the ranks that failed left, the first to fail first."""
+        """Return the records of the ranks that failed, in the order of their failures."""
         left = (self.record(local) for local in range(len(self.processes)))
         failed = [record for record in left if record and record["code"]]
         return sorted(failed, key=lambda record: float(record["time"]))
 
     def position(self, local: int) -> Position:
-        """Return how far a rank has come."""
+        """Return how far a rank has got."""
         return Position.read(self.folders[local] / POSITION)
 
     def look(self) -> None:
-        """Note, once in a while, what must be known after a rank has ended."""
+        """Note, at intervals, what is needed after a rank has ended."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_S:
             return
@@ -107,7 +107,7 @@ class Ranks:
             self._abandoned_since = now
 
     def _find_abandoned(self) -> bool:
-        """Say whether all ranks that live need one that has ended."""
+        """Return whether every running rank needs one that has ended."""
         codes = self.codes
         ended = [self.position(local) for local, code in enumerate(codes) if code is not None]
         living = [self.position(local) for local, code in enumerate(codes) if code is None]
@@ -120,20 +120,20 @@ class Ranks:
 
     @property
     def is_abandoned(self) -> bool:
-        """Say whether no rank that lives can finish, for want of one that has ended."""
+        """Return whether no running rank can finish, because it needs one that has ended."""
         since = self._abandoned_since
         return since is not None and time.monotonic() - since > ABANDONED_S
 
     def where(self) -> str:
-        """Ask the ranks that have not ended where they are, and say it."""
+        """Return a message with the stacks of the ranks that have not ended."""
         places = self._ask_places()
         return "".join(
-            f"lockstep: rank {self.first + local} had not ended; it was at\n{place}"
+            f"lockstep: rank {self.first + local} was still running, at\n{place}"
             for local, place in places.items()
         )
 
     def not_stopped(self) -> str:
-        """Say which ranks have not stopped, after which step, and where they are."""
+        """Return a message with the ranks that have not stopped, their last steps and stacks."""
         text = ""
         for local, place in self._ask_places().items():
             who = f"rank {self.first + local} has not stopped yet"
@@ -147,12 +147,12 @@ class Ranks:
         sizes = {local: (self.folders[local] / PLACE).stat().st_size for local in asked}
         for local in asked:
             pid = self.processes[local].pid
-            with suppress(ProcessLookupError):  # it has ended since
+            with suppress(ProcessLookupError):  # it has ended in the meantime
                 os.kill(pid or 0, signal.SIGUSR2)
         time.sleep(ANSWER_S)
         places = {}
         for local in asked:
-            # A rank adds to the file each time it is asked.
+            # A rank appends to the file each time it is asked.
             answer = (self.folders[local] / PLACE).read_bytes()[sizes[local] :]
             frames = answer.decode(errors="replace").splitlines()[1 : 1 + FRAMES]
             lines = frames or ["  (no answer: stopped or gone)"]
@@ -171,15 +171,15 @@ class Ranks:
         deadline: Callable[[], float],
         report_slow: Callable[[str], None] | None = None,
     ) -> None:
-        """Ask the ranks to end, wait until `deadline`, and kill those that are left.
+        """Ask the ranks to end, wait until `deadline`, and kill those still running.
 
-        A rank that needs another which has ended cannot save, and a rank that waits for others to
-        start has nothing to save: neither is waited for so long.
+        A rank that needs one that has ended cannot save, and a rank that waits for others to start
+        has nothing to save: these are killed earlier.
 
         Args:
-            number: The signal to ask with.
-            deadline: Returns a time of the monotonic clock; it may change meanwhile.
-            report_slow: Told once, after SLOW_S, which ranks have not stopped, and where they are.
+            number: The signal to send.
+            deadline: Returns a time of the monotonic clock, which may change.
+            report_slow: Called once, after SLOW_S, with a message about ranks still running.
         """
         began = time.monotonic()
         self.send(number, self.living)
@@ -201,14 +201,14 @@ class Ranks:
             self.wait(until - time.monotonic())
 
     def wait(self, limit_s: float) -> None:
-        """Wait until one more rank has ended, but not for longer than `limit_s`."""
+        """Wait until one more rank has ended, for at most `limit_s`."""
         codes = self.codes
         alive = [p.sentinel for p, code in zip(self.processes, codes, strict=True) if code is None]
         if alive:
             connection.wait(alive, max(0.0, limit_s))
 
     def unsaved(self) -> list[int]:
-        """Return the ranks that were killed before they had saved."""
+        """Return the ranks that were killed before they saved."""
         return [
             self.first + local
             for local, code in enumerate(self.codes)
@@ -217,5 +217,5 @@ class Ranks:
 
 
 def has_work(position: Position) -> bool:
-    """Say whether a rank that is killed there may lose steps."""
+    """Return whether a rank that is killed at this position may lose steps."""
     return not (position.is_joining or position.has_finished)

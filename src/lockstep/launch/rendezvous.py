@@ -1,10 +1,10 @@
-"""What torch's elastic agent asks before each start of the ranks: who is in the group, and where.
+"""Answer torch's elastic agent before each start of the ranks: which nodes are in the group.
 
-Owns: the store of each round, which listens on loopback and nowhere else. Does not own:
-how nodes find each other (`member.py`), starting ranks (the agent).
+Owns: the store of each round, which listens on loopback only. Does not own: how nodes find each
+other (`member.py`), starting ranks (the agent).
 
-Torch's own rendezvous keeps pickled state in a store that anyone on the network may write
-to, and compares wall clocks of different nodes; neither is used here.
+Torch's own rendezvous keeps pickled state in a store that anyone on the network can write to, and
+compares wall clocks of different nodes; neither is used here.
 """
 
 import uuid
@@ -22,7 +22,7 @@ from lockstep.dist.addresses import LOOPBACK, listen_on_loopback
 from lockstep.launch.member import Membership, RendezvousOverError
 
 STORE_TIMEOUT = timedelta(seconds=60)
-"""How long the agent waits for what another node's agent writes after a round began."""
+"""How long the agent waits for another node's agent after a round has begun."""
 
 
 def open_store() -> TCPStore:
@@ -40,28 +40,28 @@ def open_store() -> TCPStore:
 
 
 class OneNodeRendezvous(RendezvousHandler):
-    """The rendezvous of a launch on one node: there is nobody to wait for."""
+    """The rendezvous of a launch on one node, which waits for nobody."""
 
     num_nodes = 1
     node = 0
     loss: str | None = None
-    """Which node was lost, and how; on one node, none ever is."""
+    """The node that was lost, and how; always None on one node."""
 
     def __init__(self) -> None:
         self._run_id = uuid.uuid4().hex
         self._store: Store | None = None
 
     def get_backend(self) -> str:
-        """Return the name under which torch's events list this."""
+        """Return the name of this rendezvous in torch's events."""
         return "lockstep"
 
     @property
     def use_agent_store(self) -> bool:
-        """Say that ranks meet in the agent's store: none of them opens one of its own."""
+        """Return True: ranks use the agent's store, and open none of their own."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return a new store for each start, so that no rank finds addresses of a dead one."""
+        """Return a new store for each start, so that ranks find no addresses of dead ones."""
         store = open_store()
         return self._info(store, store.port)
 
@@ -71,22 +71,22 @@ class OneNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(store, self.node, self.num_nodes, reached_at)
 
     def is_closed(self) -> bool:
-        """Say whether another node has left for good."""
+        """Return whether another node has left for good."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: a node that leaves says so in `shutdown`."""
+        """Do nothing: a node tells the others that it leaves in `shutdown`."""
 
     def num_nodes_waiting(self) -> int:
         """Return how many nodes wait for this one to join a new round."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return the name of this launch, the same on all nodes and for all rounds."""
+        """Return the id of this launch, the same on all nodes and for all rounds."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave."""
+        """Drop the store."""
         self._store = None
         return True
 
@@ -94,9 +94,9 @@ class OneNodeRendezvous(RendezvousHandler):
 class SeveralNodesRendezvous(OneNodeRendezvous):
     """The rendezvous of a launch on several nodes.
 
-    Node 0 holds the store. The ranks of other nodes reach it through a tunnel that begins at
-    their own loopback interface, so that torch's store, which knows no authentication, is
-    never reachable from the network.
+    Node 0 holds the store. The ranks of other nodes reach it through a tunnel that starts at their
+    own loopback interface, so that torch's store, which has no authentication, cannot be reached
+    from the network.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -107,7 +107,7 @@ class SeveralNodesRendezvous(OneNodeRendezvous):
 
     @property
     def loss(self) -> str | None:  # type: ignore[override]
-        """Say which node was lost, and how, since the round began."""
+        """Return the node that was lost since the round began, and how."""
         return self.membership.loss
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -123,7 +123,7 @@ class SeveralNodesRendezvous(OneNodeRendezvous):
         return self._info(store, port)
 
     def is_closed(self) -> bool:
-        """Say whether another node has left for good."""
+        """Return whether another node has left for good."""
         return self.membership.is_over
 
     def num_nodes_waiting(self) -> int:
@@ -131,7 +131,7 @@ class SeveralNodesRendezvous(OneNodeRendezvous):
         return self.membership.num_waiting
 
     def get_run_id(self) -> str:
-        """Return the name of this launch, the same on all nodes and for all rounds."""
+        """Return the id of this launch, the same on all nodes and for all rounds."""
         return self.membership.run_id
 
     def shutdown(self) -> bool:

@@ -1,8 +1,8 @@
 """Run a script as a SLURM job: write the batch script, submit it, follow it to its exit code.
 
-Owns: what stands in the batch script, and what SLURM's commands are asked. Does not own: who
-restarts, saves or requeues; the script does (`job.sh`, the part of it that is always the
-same), together with the ranks, which find each other through SLURM's step variables.
+Owns: the contents of the batch script, and the calls of SLURM's commands. Does not own:
+restarting, saving and requeueing. The batch script does that (`job.sh`, its constant part) together
+with the ranks, which find each other through SLURM's step variables.
 """
 
 import codecs
@@ -24,67 +24,67 @@ from lockstep.launch.slurm_text import UNLIMITED, one_line, parse_time_limit, ru
 from lockstep.text_input import LARGEST, check_line, whole_number
 
 ASK_EVERY_S = 2.0
-"""How often SLURM is asked for a job's state; its log is looked at more often."""
+"""How often SLURM is asked for a job's state; its log is read more often."""
 LOOK_EVERY_S = 0.2
 ANSWER_S = 60.0
-"""A command of SLURM's that takes longer has not answered."""
+"""Time limit of a SLURM command."""
 LIVING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"}
 LIVING |= {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESIZING", "STAGE_OUT"}
 ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"}
 ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED"}
 OWN_OPTIONS = {"nodes", "ntasks-per-node", "signal", "output", "error", "open-mode", "array"}
-"""What the script relies on; the rest of sbatch's options is the user's."""
+"""Options that the script relies on; the user may set all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run, on what, and for how long."""
+    """What to run, on which resources, and for how long."""
 
     words: tuple[str, ...]
     """A script, or -m and a module, and its arguments."""
     num_nodes: int = 1
     gpus_per_node: int = 1
-    """None where there is none: then ranks train on CPUs."""
+    """0 to train on CPUs."""
     processes_per_node: int = 1
     cpus_per_process: int | None = None
     partition: str = ""
     account: str = ""
     time: str = ""
-    """As SLURM writes it; empty: the partition's own limit."""
+    """In SLURM's format; empty for the partition's limit."""
     warn_s: int = 120
-    """So long before the limit the ranks are told to save."""
+    """How many seconds before the time limit the ranks are told to save."""
     requeues: int = 100
     restarts: int = 2
     name: str = ""
     folder: str = "lockstep_jobs"
     array: str = ""
     setup: tuple[str, ...] = ()
-    """Lines of shell that run before the ranks: `module load cuda`."""
+    """Shell lines that run before the ranks, such as `module load cuda`."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Further options of sbatch, by their long names; empty for those that take no value."""
+    """Further sbatch options by their long names; an empty value for those that take none."""
 
     @property
     def title(self) -> str:
-        """What the job is called in the queue, and its files in the folder."""
+        """Return the name of the job in the queue and of its files in the folder."""
         script, *rest = self.words
         given = self.name or (rest[0] if script == "-m" else Path(script).stem)
         return re.sub(r"[^\w.-]", "_", given)
 
     @property
     def script(self) -> Path:
-        """Where the script is written before SLURM has given the job a number."""
+        """Return the path of the script before SLURM has given the job an id."""
         return Path(self.folder) / f"{self.title}.sh"
 
     def file(self, job_id: str, kind: str) -> Path:
-        """Return where a submitted job keeps its script and its log."""
+        """Return the path of a submitted job's script or log."""
         return Path(self.folder) / f"{self.title}_{job_id}.{kind}"
 
 
 def check(job: Job) -> None:
-    """Refuse what cannot run, before anything is written.
+    """Refuse a job that cannot run, before anything is written.
 
     Raises:
-        LaunchError: with what is wrong and what to try.
+        LaunchError: for a script or an option that cannot work.
     """
     worker.check_script(job.words)
     for flag, text in _texts(job):
@@ -99,30 +99,34 @@ def check(job: Job) -> None:
         ("--restarts", job.restarts, 0),
     ):
         if value < least:
-            raise LaunchError(f"{flag} {value} is too few", f"pass {flag} {least}, or more")
+            raise LaunchError(
+                f"{flag} {value} is less than {least}", f"pass {flag} {least} or more"
+            )
         if value > LARGEST:
             raise LaunchError(
-                f"{flag} {shown(value)} is too many", f"pass {flag} {LARGEST}, or less"
+                f"{flag} {shown(value)} is more than {LARGEST}", f"pass {flag} {LARGEST} or less"
             )
     limit_s = seconds_of(job.time) if job.time else None
     if limit_s is not None and job.warn_s >= limit_s:
         raise LaunchError(
-            f"--time {job.time} is {limit_s} s, and --warn {job.warn_s} of them are for saving",
+            f"--warn {job.warn_s} leaves no time to train: --time {job.time} is {limit_s} s",
             "pass a longer --time, or a shorter --warn",
         )
     if job.warn_s > 65_535:
         raise LaunchError(
-            f"--warn {job.warn_s} is more than SLURM takes", "pass --warn 65535, or less"
+            f"--warn {job.warn_s} is more than SLURM's maximum of 65535",
+            "pass --warn 65535 or less",
         )
     for option in job.options:
         if option in OWN_OPTIONS:
             raise LaunchError(
-                f"--sbatch {option}=... is set by lockstep", "use its own flag; --help lists them"
+                f"--sbatch {option}=... is not allowed: lockstep sets this option itself",
+                "use lockstep's own flag: see lockstep submit --help",
             )
 
 
 def seconds_of(time_limit: str) -> int | None:
-    """Return the seconds of `--time`; None if there is no end.
+    """Return the seconds of `--time`; None for an unlimited time.
 
     Raises:
         LaunchError: if SLURM would not understand it.
@@ -139,7 +143,7 @@ def seconds_of(time_limit: str) -> int | None:
 
 
 def _texts(job: Job) -> list[tuple[str, str]]:
-    """Return the values that reach the script as they are, each with the flag it came from."""
+    """Return the values that are copied into the script unchanged, each with its flag."""
     flags = {
         "--partition": job.partition,
         "--account": job.account,
@@ -156,7 +160,7 @@ def _texts(job: Job) -> list[tuple[str, str]]:
 
 
 def job_script(job: Job, python: str) -> str:
-    """Return the batch script, to be read by people too. Pure."""
+    """Return the batch script, which people read too. Pure."""
     wanted = {
         "job-name": job.title,
         "partition": job.partition,
@@ -172,12 +176,12 @@ def job_script(job: Job, python: str) -> str:
         "open-mode": "append",
     }
     meant = {
-        "signal": "so many seconds before the limit: save, and leave",
-        "open-mode": "one log, however often the job is queued",
+        "signal": "tell ranks to save this many seconds before the limit",
+        "open-mode": "keep one log when the job is requeued",
         "ntasks-per-node": "one task per GPU" if job.gpus_per_node else "one task per process",
     }
     lines = ["#!/usr/bin/env bash"]
-    lines += ["# Written by `lockstep submit`; may be changed and given to sbatch."]
+    lines += ["# Written by `lockstep submit`. You may edit it, and submit it with sbatch."]
     for option, value in wanted.items():
         line = f"#SBATCH --{option}={shlex.quote(value)}" if value else ""
         if option in meant and line:
@@ -187,15 +191,15 @@ def job_script(job: Job, python: str) -> str:
     for option, value in job.options.items():
         lines += [f"#SBATCH --{option}={shlex.quote(value)}" if value else f"#SBATCH --{option}"]
     cpus = [f"--cpus-per-task={job.cpus_per_process}"] if job.cpus_per_process else []
-    # Started through the worker, a rank tells the script what it failed with.
+    # The worker starts the user's script, and tells this one with which error it failed.
     start = [_shell_word(python), "-m", worker.__name__]
     command = " ".join([*start, *(_quoted(word, job) for word in job.words)])
     lines += [
         "",
-        f"restarts={job.restarts} # after a failure, in this allocation",
-        f"requeues={job.requeues} # at most, at the time limit",
-        f"warn={job.warn_s} # seconds before the time limit ranks are told to save",
-        f"crash_loop={CRASH_LOOP} # so often the same error at the same step, and it is the end",
+        f"restarts={job.restarts} # maximum number after failures, in this allocation",
+        f"requeues={job.requeues} # maximum number of returns to the queue",
+        f"warn={job.warn_s} # ranks are told to save this many seconds before the time limit",
+        f"crash_loop={CRASH_LOOP} # give up after so many times the same error at the same step",
         f"record={shlex.quote(f'{job.folder}/{job.title}')}",
         f"srun_options=({' '.join(cpus)})",
         *job.setup,
@@ -206,7 +210,7 @@ def job_script(job: Job, python: str) -> str:
 
 
 def _quoted(word: str, job: Job) -> str:
-    """Quote a word for the shell; in a job array `%a` is the number of the task.
+    """Quote a word for the shell; in a job array `%a` becomes the task's index.
 
     >>> _quoted("runs/%a", Job(("train.py",), array="0-3"))
     'runs/"$SLURM_ARRAY_TASK_ID"'
@@ -218,7 +222,7 @@ def _quoted(word: str, job: Job) -> str:
 
 
 def _shell_word(word: str) -> str:
-    r"""Quote a word for bash on one line, whatever bytes it holds.
+    r"""Quote a word for bash on one line, whatever bytes it contains.
 
     >>> print(_shell_word("two words"), _shell_word("two\nlines"), _shell_word("\udcff"))
     'two words' $'two\x0alines' $'\xff'
@@ -231,15 +235,15 @@ def _shell_word(word: str) -> str:
 
 
 def submit(job: Job, python: str) -> str:
-    """Write the script, hand it to SLURM, and return the job's number.
+    """Write the script, submit it, and return the job's id.
 
     Raises:
-        LaunchError: if there is no SLURM here, or with its own words if it refuses.
+        LaunchError: SLURM is not installed here, or refuses the job.
     """
     if shutil.which("sbatch") is None:
         raise LaunchError(
-            "there is no SLURM on this machine: no sbatch",
-            "run it on a login node of a cluster; --dry-run shows the script anywhere",
+            "SLURM is not installed on this machine: there is no sbatch",
+            "run the command on a login node of a cluster, or pass --dry-run to see the script",
         )
     try:
         job.script.parent.mkdir(parents=True, exist_ok=True)  # or SLURM drops the log
@@ -258,11 +262,11 @@ def submit(job: Job, python: str) -> str:
             "check partition, account and limits with sinfo and scontrol; the script is "
             f"{job.script}",
         )
-    sys.stderr.write(asked.err)  # a site's own remarks
+    sys.stderr.write(asked.err)  # messages of the site
     job_id = asked.out.strip().split(";")[0]
     if whole_number(job_id) is None:
         raise LaunchError(
-            f"sbatch took the job but printed no job number: {one_line(asked.out)}",
+            f"sbatch accepted the job but printed no job id: {one_line(asked.out)}",
             f"look for the job with squeue --me; its script is {job.script}",
         )
     job.script.rename(job.file(job_id, "sh"))
@@ -271,7 +275,7 @@ def submit(job: Job, python: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What SLURM says of a job."""
+    """SLURM's record of a job."""
 
     state: str
     reason: str = ""
@@ -280,11 +284,11 @@ class Status:
 
     @property
     def has_ended(self) -> bool:
-        """Say whether nothing more will happen."""
+        """Return whether the job has ended for good."""
         return self.state not in LIVING
 
     def text(self, job_id: str) -> str:
-        """Say it in a line."""
+        """Return the state as a log line."""
         details = {
             "PENDING": f"waits in the queue ({self.reason})",
             "RUNNING": f"runs on {self.nodes}",
@@ -295,7 +299,7 @@ class Status:
 
 
 def read_status(said: str) -> Status | None:
-    """Read what `scontrol show job --oneliner` prints; None if it does not say the state. Pure.
+    """Parse the output of `scontrol show job --oneliner`; None if it has no known state. Pure.
 
     >>> read_status("JobId=7 JobState=FAILED Reason=NonZeroExitCode ExitCode=2:0 NodeList=n[1-2]")
     Status(state='FAILED', reason='NonZeroExitCode', exit_code=2, nodes='n[1-2]')
@@ -306,7 +310,7 @@ def read_status(said: str) -> Status | None:
         return None
     code, _, number = values.get("ExitCode", "").partition(":")
     ended_by = whole_number(number, most=127) or 0
-    # Whatever ended without an exit code of its own (a node, a limit) has not succeeded.
+    # A job that was ended by a lost node or a limit has no exit code, and has not succeeded.
     exit_code = (
         whole_number(code, most=255)
         or (128 + ended_by if ended_by else 0)
@@ -316,10 +320,10 @@ def read_status(said: str) -> Status | None:
 
 
 def ask(job_id: str) -> Status | None:
-    """Ask SLURM about a job; None while it gives no answer that can be read.
+    """Ask SLURM about a job; return None if there is no usable answer.
 
     Raises:
-        LaunchError: if it no longer knows the job.
+        LaunchError: SLURM no longer knows the job.
     """
     asked = run_command(["scontrol", "show", "job", "--oneliner", job_id], ANSWER_S)
     if asked is None:
@@ -334,7 +338,7 @@ def ask(job_id: str) -> Status | None:
 
 
 class Follower:
-    """Shows a job's log as it grows, and what SLURM says when that changes."""
+    """Shows a job's log as it grows, and the job's state when it changes."""
 
     def __init__(self, job_id: str, log: Path) -> None:
         self.job_id = job_id
@@ -352,7 +356,7 @@ class Follower:
                 if status.state != told and (status.state in ("PENDING", "RUNNING")):
                     told = status.state
                     sys.stderr.write(f"{status.text(self.job_id)}\n")
-            # A state between two others may look like an end, and the log may come late.
+            # A transition between two states may look like an end, and the log may arrive late.
             if status is not None and ended > 1:
                 self._show()
                 sys.stderr.write(f"{status.text(self.job_id)}\n")

@@ -1,7 +1,7 @@
-"""What SLURM's options and commands say, as text: time limits, signals, answers.
+"""Parse the text of SLURM's options and commands: time limits, signals, answers.
 
-Owns: reading such text, and running a SLURM command for it. What cannot be read is None, "not
-known", never a guess. Does not own: what follows from it.
+Owns: parsing such text, and running a SLURM command for it. Text that cannot be parsed gives None,
+never a guess. Does not own: decisions based on it.
 """
 
 import re
@@ -21,7 +21,7 @@ ANSWER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a SLURM command printed, and its exit code."""
+    """The output and the exit code of a SLURM command."""
 
     code: int
     out: str
@@ -29,7 +29,7 @@ class Answer:
 
 
 def run_command(words: Sequence[str], timeout_s: float | None = None) -> Answer | None:
-    """Run a SLURM command; None if it is not installed or gives no answer in time."""
+    """Run a SLURM command; return None if it is not installed or does not end in time."""
     try:
         ended = subprocess.run(words, capture_output=True, timeout=timeout_s, check=False)
     except (OSError, ValueError, subprocess.TimeoutExpired):  # ValueError: a NUL in a word
@@ -39,9 +39,9 @@ def run_command(words: Sequence[str], timeout_s: float | None = None) -> Answer 
 
 
 def parse_time_limit(text: str) -> int | None:
-    """Return a time limit in seconds; None if it is none that SLURM would understand.
+    """Return a time limit in seconds; None if SLURM would not understand it.
 
-    The words of `UNLIMITED` are for the caller to look for.
+    The caller checks for the words of `UNLIMITED`.
 
     >>> [parse_time_limit(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-0:30", "soon")]
     [5400, 90, 7200, 129600, 88200, None]
@@ -62,7 +62,7 @@ def parse_time_limit(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class SignalOption:
-    """What `--signal` asks for."""
+    """The parts of the option `--signal`."""
 
     to_shell: bool
     """Whether the signal goes to the batch shell alone."""
@@ -72,7 +72,7 @@ class SignalOption:
 
 
 def parse_signal(text: str) -> SignalOption | None:
-    """Read the value of `--signal`; None if SLURM would not understand it.
+    """Parse the value of `--signal`; None if SLURM would not understand it.
 
     >>> parse_signal("B:USR1@120")
     SignalOption(to_shell=True, name='USR1', seconds=120)
@@ -91,7 +91,7 @@ def parse_signal(text: str) -> SignalOption | None:
 
 
 def parse_kill_wait(config: str) -> int | None:
-    """Read the time between SIGTERM and SIGKILL from what `scontrol show config` prints.
+    """Return the time between SIGTERM and SIGKILL from the output of `scontrol show config`.
 
     >>> parse_kill_wait("KillWait                = 60 sec"), parse_kill_wait("")
     (60, None)
@@ -101,12 +101,12 @@ def parse_kill_wait(config: str) -> int | None:
 
 
 def kill_wait_s() -> float:
-    """Return the time between SLURM's SIGTERM and its SIGKILL; its default if it does not say."""
+    """Return the time between SLURM's SIGTERM and SIGKILL; the default if it is unknown."""
     answer = run_command(["scontrol", "show", "config"], ANSWER_S)
     known = parse_kill_wait(answer.out) if answer else None
     return KILL_WAIT_S if known is None else known
 
 
 def one_line(text: str) -> str:
-    """Return what a command said, in a line that a message can hold."""
+    """Return a command's output as one line for a message."""
     return shown(" ".join(text.split()), limit=200)

@@ -1,12 +1,12 @@
 """Signals to the launcher: the first lets the ranks save, the second ends them at once.
 
-Which signal counts as the second, `lockstep.signals` says: SLURM's own notices do not.
+`lockstep.signals` decides which signal counts as the second: SLURM's own notices do not.
 
-Owns: who is told what and when, how long ranks may save, ending every process that descends from
-the launcher. Does not own: saving (each rank does, `lockstep.signals`), or what a rank's end means
+Owns: passing signals on, how long ranks may save, ending every process that descends from the
+launcher. Does not own: saving (each rank does, `lockstep.signals`), or the meaning of a rank's exit
 (`failure.py`).
 
-A thread listens, so that a second signal is acted on whatever the main thread waits for.
+A separate thread listens, so that a second signal is handled while the main thread waits.
 """
 
 import math
@@ -38,38 +38,38 @@ from lockstep.signals import (
 from lockstep.text_input import whole_number
 
 SIGNALS = tuple(number.name for number in EXIT_CODES)
-"""Passed on to every rank; SLURM announces the time limit with SIGUSR1."""
+"""Signals that are passed on to every rank; SLURM announces the time limit with SIGUSR1."""
 SAVE_S = 90.0
-"""How long ranks that were told to stop may take to save and leave, unless SLURM sets the limit."""
+"""Time that ranks get to save and exit after a signal, unless SLURM sets the limit."""
 START_S = 5.0
-"""How long a launcher without ranks may take to leave."""
+"""Time that a launcher without ranks gets to exit."""
 REPORT_S = 10.0
-"""How long the launcher may take, after that, to say how its ranks ended."""
+"""Time that the launcher gets after that, to report how its ranks ended."""
 MARGIN_S = 5.0
-"""So long before SLURM kills everything, the launcher ends its ranks, and says so."""
+"""The launcher ends its ranks, and reports it, this long before SLURM kills everything."""
 LATEST = 2**32
-"""The latest end of a job that is believed, in seconds since 1970: `select` has a limit, too."""
+"""The latest plausible end of a job, in seconds since 1970; `select` has a limit too."""
 ORPHANS_S = 1.0
-"""How long processes that ranks have started may outlive them, when all were told to stop."""
+"""How long processes that ranks have started may outlive them after a stop."""
 TIDY_S = 0.3
-"""How long removing temporary files may take, when the launcher is to leave at once."""
+"""Time to remove temporary files when the launcher must exit at once."""
 KILLED_S = 0.3
-"""How long to wait for killed processes to be gone."""
+"""Time to wait until killed processes are gone."""
 
 
 class Stopped(BaseException):
     """Raised in the main thread of a launcher that was told to stop.
 
-    Not an `Exception`: what is interrupted must not take it for an error of its own.
+    Not an `Exception`, so that the interrupted code does not handle it as one of its own errors.
     """
 
 
 class StopRequest:
-    """Listen for signals inside a `with`; only the main thread may.
+    """Listen for signals inside a `with` block, in the main thread only.
 
     Args:
-        names: Of the signals; those that the launcher was told to ignore are not among them.
-        environment: Says whether SLURM may kill the launcher, and when.
+        names: The names of the signals, without those that the launcher was told to ignore.
+        environment: Shows whether SLURM may kill the launcher, and when.
         kill_wait_s: Asks SLURM for the time between its SIGTERM and its SIGKILL.
     """
 
@@ -81,15 +81,15 @@ class StopRequest:
     ) -> None:
         self.requested: signal.Signals | None = None
         self.deadline = math.inf
-        """Until when, on the monotonic clock, ranks may save."""
+        """The time of the monotonic clock until which ranks may save."""
         self.log_folder = ""
-        """Removed if the launcher leaves without its main thread."""
+        """Removed if the launcher is ended by the listening thread."""
         self._numbers = [signal.Signals[name] for name in names]
         self._environment = environment
         self._kill_wait_s = kill_wait_s
         self._ranks: Ranks | None = None
         self._family: set[psutil.Process] | None = None
-        """What descended from this process when the first signal came."""
+        """The descendants of this process when the first signal arrived."""
         self._had_ranks = False
         self._lock = threading.Lock()
         self._pipe: SignalPipe | None = None
@@ -115,11 +115,11 @@ class StopRequest:
             self._pipe.close()
 
     def watch(self, ranks: Ranks) -> None:
-        """Take the ranks that were just started for those that are to stop."""
+        """Set the ranks that were just started as those to stop."""
         self._ranks = ranks
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Interrupt the main thread, once; the rest is the listening thread's."""
+        """Interrupt the main thread, once; the listening thread does the rest."""
         if self._is_raised or self._is_over:
             return
         self._is_raised = True
@@ -127,7 +127,7 @@ class StopRequest:
         raise Stopped
 
     def _note(self, number: signal.Signals) -> None:
-        """Note what there is to stop, before any rank is told: an orphan cannot be found later."""
+        """List the processes to stop before any rank is told: orphans cannot be found later."""
         with self._lock:
             if self._family is None:
                 self.requested = number
@@ -153,7 +153,7 @@ class StopRequest:
                     self._end_now()
 
     def _begin(self, number: signal.Signals) -> float:
-        """Say what happens now, and return how long it may take."""
+        """Report the stop, and return how long it may take."""
         self._note(number)
         if not self._had_ranks:
             write_line(f"lockstep: stopped by {number.name}; no rank was running")
@@ -174,9 +174,9 @@ class StopRequest:
         return grace_s + REPORT_S
 
     def _living(self) -> list[int]:
-        """Return the local ranks that are alive.
+        """Return the local ranks that are running.
 
-        Asked of the kernel: the main thread may be asking `multiprocessing` this very moment.
+        This asks the kernel, because the main thread may be using `multiprocessing` right now.
         """
         ranks = self._ranks
         if ranks is None:
@@ -194,7 +194,7 @@ class StopRequest:
         text = self.not_saved_text(ranks) if ranks and lost else ""
         kill_all((self._family or set()) | descendants())
         write_line(text.rstrip("\n"))
-        # Beside: the main thread may hold a lock that this needs, or a disk may not answer.
+        # In a thread: the main thread may hold a lock that this needs, or a disk may hang.
         tidying = threading.Thread(target=self._tidy, daemon=True)
         tidying.start()
         tidying.join(TIDY_S)
@@ -206,10 +206,10 @@ class StopRequest:
         remove_semaphores()
 
     def end_orphans(self) -> None:
-        """End what ranks have started and left behind, once the ranks have ended.
+        """End the processes that ranks have started and left behind, after the ranks have ended.
 
-        What they started may need a moment to notice. Those that this process has started itself
-        are not among them.
+        They get a moment to end by themselves. Processes that the launcher itself has started are
+        spared.
         """
         family = self._family or set()
         own = set(psutil.Process().children())
@@ -219,12 +219,12 @@ class StopRequest:
                 process.kill()
 
     def wait_if_forced(self) -> None:
-        """Leave the rest to the thread that has begun to end everything."""
+        """Wait for ever if the listening thread is ending everything."""
         if self._is_forced:
             threading.Event().wait()
 
     def not_saved_text(self, ranks: Ranks) -> str:
-        """Say that ranks were killed before they had saved."""
+        """Return the message that ranks were killed before they saved."""
         steps = [ranks.position(local).step for local in range(len(ranks.processes))]
         known = [step for step in steps if step is not None]
         at = f" at step {min(known)}" if known else ""
@@ -240,16 +240,16 @@ def save_time_s(
     """Return how long ranks may save; under SLURM, until just before the job is killed.
 
     SLURM sends SIGTERM as a warning (`--signal=TERM@120`), at the time limit, at a preemption and
-    for `scancel`. If the job has time left, the launcher cannot know which of them it was, and
-    gives the ranks all of that time: after a preemption or `scancel`, SLURM kills the job earlier
-    by itself, whereas a launcher that is too strict would kill ranks that are saving.
+    for `scancel`. If the job has time left, the launcher cannot know the reason, and gives the
+    ranks all of that time: after a preemption or `scancel` SLURM kills the job earlier by itself,
+    whereas a stricter launcher would kill ranks that are saving.
     """
     if "SLURM_JOB_ID" not in environment or number not in (signal.SIGTERM, signal.SIGUSR1):
         return SAVE_S
     end_time = whole_number(environment.get("SLURM_JOB_END_TIME", ""), most=LATEST)
     left_s = None if end_time is None else end_time - time.time()
     if number == signal.SIGTERM:
-        limit_s = kill_wait_s()  # SLURM sends SIGKILL so long after the time limit
+        limit_s = kill_wait_s()  # time from the limit to SLURM's SIGKILL
         if left_s is not None and left_s > limit_s:
             limit_s = left_s
     else:
@@ -258,14 +258,14 @@ def save_time_s(
 
 
 def leave(code: int) -> NoReturn:
-    """End the launcher's process after its launch.
+    """End the launcher's process after its launch, without tearing down the interpreter.
 
-    At once: on a busy machine Python takes seconds to take torch down, for nothing, and a signal
-    that comes meanwhile would change the exit code.
+    On a busy machine Python needs seconds to tear down torch, and a signal in that time would
+    change the exit code.
     """
     for name in SIGNALS:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
-    # The process that forks ranks ends by itself, but not before it has imported torch.
+    # The process that forks ranks would end by itself, but only after it has imported torch.
     kill_all(descendants())
     remove_semaphores()
     for stream in (sys.stdout, sys.stderr):
@@ -275,13 +275,13 @@ def leave(code: int) -> NoReturn:
 
 
 def remove_semaphores() -> None:
-    """Do what `multiprocessing` does when Python ends: its semaphores and sockets have names."""
+    """Remove the named semaphores and sockets, as `multiprocessing` does when Python ends."""
     with suppress(Exception):
         util._run_finalizers()  # type: ignore[attr-defined]
 
 
 def descendants() -> set[psutil.Process]:
-    """Return all that this process has started, and what they have."""
+    """Return all descendants of this process."""
     try:
         return set(psutil.Process().children(recursive=True))
     except psutil.Error:
@@ -289,8 +289,8 @@ def descendants() -> set[psutil.Process]:
 
 
 def kill_all(family: set[psutil.Process]) -> None:
-    """Kill processes, and what they have started meanwhile, and wait until they are gone."""
-    # It removes the names of semaphores, and ends with us.
+    """Kill processes and all descendants of this one, and wait until they are gone."""
+    # Spare the resource tracker: it removes named semaphores, and ends with this process.
     kept = getattr(resource_tracker._resource_tracker, "_pid", None)
     for _ in range(3):
         family = {process for process in family | descendants() if process.pid != kept}
@@ -303,7 +303,7 @@ def kill_all(family: set[psutil.Process]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Say whether a process runs, or is stopped; one that waits to be reaped does not."""
+    """Return whether a process is running or stopped, and not a zombie."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

@@ -1,7 +1,6 @@
-"""What a worker would spend its first second on, done once.
+"""Modules that are imported once, in the process that forks the workers.
 
-The process that forks the workers imports this. It must start no thread and touch no
-GPU: a fork carries neither over.
+Importing them must start no thread and use no GPU: neither survives a fork.
 """
 
 import torch.utils.data  # noqa: F401

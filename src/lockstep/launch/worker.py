@@ -32,31 +32,32 @@ from lockstep.signals import last_exit_code
 from lockstep.torch_compat.private import run_exit_functions
 
 RECORD = "end.json"
-"""How a rank's script ended, and when."""
+"""The file with how and when a rank's script ended."""
 POSITION = "position.bin"
-"""How far a rank has come; see `lockstep.dist.position`."""
+"""The file with how far a rank has got; see `lockstep.dist.position`."""
 PLACE = "place.txt"
-"""Where a rank writes down what it is at, when its launcher asks with SIGUSR2."""
+"""The file to which a rank writes its stack when its launcher asks with SIGUSR2."""
 FIRST_FAILURE = "LOCKSTEP_FIRST_FAILURE"
-"""Names the file of a job in which the first rank that fails says how; `job.sh` reads it."""
+"""Variable with the path of a file, to which the first rank of a job that fails writes its error;
+`job.sh` reads it."""
 
 
 def work(*words: str) -> None:
     """Run `python *words` in this process."""
     end_with_parent()
-    if os.getppid() == 1:  # the process that forked us is gone already
+    if os.getppid() == 1:  # the process that forked this one has ended already
         os.kill(os.getpid(), signal.SIGKILL)
     os.environ[LAUNCH_ID] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     if os.environ["LOCAL_RANK"] == "0":
-        keep_log(folder)  # what copies it must not die of a signal to everyone
-    with suppress(OSError):  # without room for it, the run goes on, and its launcher knows less
+        keep_log(folder)  # before signals are unblocked: its copier must outlive a signal to all
+    with suppress(OSError):  # if the disk is full, the run continues and its launcher knows less
         position.own.share(folder / POSITION)
     faulthandler.register(signal.SIGUSR2, (folder / PLACE).open("w"), all_threads=False)
     sys.excepthook = lambda kind, error, trace: leave_record(folder, code_of(error), error)
     code = 0
     try:
-        # The process that forked us holds signals back. One may have come already.
+        # The process that forked this one blocks signals. One may be pending.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         run_script(words)
     except SystemExit as finished:
@@ -66,25 +67,25 @@ def work(*words: str) -> None:
     except BaseException as error:
         code = code_of(error)
         leave_record(folder, code, error)
-    # A terminal's Ctrl-C comes twice, once through the launcher; that must not cut this short.
+    # Ctrl-C in a terminal arrives twice, once through the launcher; ignore the second.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_record(folder, code)
     note_end(code)
     from lockstep.dist.process_group import let_gloo_finish
 
-    atexit.unregister(let_gloo_finish)  # this process does not take its interpreter down
-    run_exit_functions()  # a forked process would leave them out, and W&B relies on them
+    atexit.unregister(let_gloo_finish)  # the interpreter is not torn down in this process
+    run_exit_functions()  # Python does not run them in a forked process, and W&B relies on them
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not `sys.exit(0)`, for which torch would keep this process alive until all ranks are done.
-    # Ended, it closes its connections, and a rank that still waits for it notices.
+    # Not `sys.exit(0)`: torch would keep this process alive until all ranks are done. When it ends,
+    # its connections close, and a rank that still waits for it notices.
     sys.exit(code or None)
 
 
 def keep_log(folder: Path) -> None:
-    """Copy what this process says to a file, unless a person is watching: a copy has no terminal.
+    """Copy this process's output to a file, unless it goes to a terminal.
 
-    Of the other ranks the agent keeps such files, and puts their rank before each line.
+    For the other ranks the agent writes such files, and each line is shown with its rank.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -94,13 +95,13 @@ def keep_log(folder: Path) -> None:
             ["tee", "-ai", folder / f"{name}.log"],
             stdin=subprocess.PIPE,
             stdout=stream.fileno(),
-            start_new_session=True,  # a signal to the group is not meant for it
+            start_new_session=True,  # so that a signal to the process group does not reach it
         )
         assert copier.stdin is not None
         stream.flush()
         os.dup2(copier.stdin.fileno(), stream.fileno())
         copier.stdin.close()
-        # What was a file is a pipe now, which cannot seek.
+        # The stream was a file and is now a pipe, which cannot seek.
         opened = os.fdopen(stream.fileno(), "w", buffering=1, closefd=False)
         if name == "stdout":
             sys.stdout = opened
@@ -109,15 +110,15 @@ def keep_log(folder: Path) -> None:
 
 
 def check_script(words: Sequence[str]) -> None:
-    """Refuse what `run_script` could not run.
+    """Refuse a command that `run_script` cannot run.
 
     Raises:
-        LaunchError: if there is no such script, or no module is named.
+        LaunchError: the script does not exist, or `-m` has no module.
     """
     script = words[0] if words else ""
     if script == "-m":
         if len(words) < 2:
-            raise LaunchError("-m without a module", "pass -m MODULE and its flags")
+            raise LaunchError("-m needs the name of a module", "pass -m MODULE and its flags")
     elif os.path.isdir(script):
         raise LaunchError(
             f"{shown(script)} is a folder, not a script",
@@ -125,15 +126,16 @@ def check_script(words: Sequence[str]) -> None:
         )
     elif not os.path.isfile(script):
         raise LaunchError(
-            f"there is no script {shown(script)}", "pass its path from here, or -m MODULE"
+            f"there is no script {shown(script)}",
+            "pass the path of a script, relative to this folder, or -m MODULE",
         )
 
 
 def check_module(name: str) -> None:
-    """Refuse a module that `run_script` could not run.
+    """Refuse a module that `run_script` cannot run.
 
     Raises:
-        LaunchError: if it cannot be found from here, or cannot be run as a program.
+        LaunchError: it cannot be found from this folder, or cannot be run as a program.
     """
     searched = sys.path.copy()
     sys.path.insert(0, os.getcwd())  # where `run_script` looks first
@@ -141,7 +143,7 @@ def check_module(name: str) -> None:
         found = _find_module(name)
         is_package = found is not None and found.submodule_search_locations is not None
         main = _find_module(f"{name}.__main__") if is_package else found
-    except (Exception, SystemExit):  # a package's own: ranks report it, with the traceback
+    except (Exception, SystemExit):  # raised by a package: ranks report it with the traceback
         return
     finally:
         sys.path[:] = searched
@@ -165,10 +167,10 @@ def check_module(name: str) -> None:
 
 
 def _find_module(name: str) -> ModuleSpec | None:
-    """Return where a module is, if possible without importing the packages that contain it.
+    """Return the spec of a module, if possible without importing the packages that contain it.
 
-    A package may find its modules only once it is imported, so it is imported before one of them
-    is called missing. A plain module contains none, and is never imported: it may be a script.
+    Some packages find their modules only after they are imported, so a package is imported before
+    one of its modules is called missing. A plain module is never imported: it may be a script.
     """
     parent, _, last = name.rpartition(".")
     if not last:
@@ -189,8 +191,8 @@ def _find_module(name: str) -> ModuleSpec | None:
 def run_script(words: Sequence[str]) -> None:
     """Run a script, or a module after `-m`, as the main program.
 
-    One that says nothing of how it ended, though its run was stopped, has not finished: the
-    launcher must hear of it, or nobody would start it again.
+    A script that ends normally although its run was stopped has not finished: exit with the code of
+    that stop, so that the launcher can tell.
     """
     if words[0] == "-m":
         sys.argv = list(words[1:])
@@ -205,7 +207,7 @@ def run_script(words: Sequence[str]) -> None:
 
 
 def exit_code(finished: SystemExit) -> int:
-    """Return the exit code that python would end with; a text is an error, and is said."""
+    """Return the exit code that Python would use; print a text, which counts as an error."""
     if finished.code is None or isinstance(finished.code, int):
         return finished.code or 0
     sys.stderr.write(f"{finished.code}\n")
@@ -213,19 +215,19 @@ def exit_code(finished: SystemExit) -> int:
 
 
 def code_of(error: BaseException) -> int:
-    """Return the exit code of a script that an error ends: of one of ours, what it says."""
+    """Return the exit code of a script that ends with `error`; lockstep's errors have their own."""
     return error.exit_code if isinstance(error, LockstepError) else 1
 
 
 def note_end(code: int) -> None:
-    """Tell the process group's exit function if this rank fails; a stop is agreed by all ranks."""
-    runtime = sys.modules.get("lockstep.dist.process_group")  # never imported: there is no group
+    """Tell the process group's exit function if this rank fails. All ranks agree on a stop."""
+    runtime = sys.modules.get("lockstep.dist.process_group")  # if not imported, there is no group
     if runtime is not None and code not in (0, last_exit_code()):
         runtime.note_failure()
 
 
 def leave_record(folder: Path, code: int, error: BaseException | None = None) -> None:
-    """Leave how this rank ended, and when, for the launcher to find the first that failed."""
+    """Write down how and when this rank ended, so that the launcher finds the first failure."""
     told = {
         "time": time.time(),
         "rank": int(os.environ["RANK"]),
@@ -240,12 +242,12 @@ def leave_record(folder: Path, code: int, error: BaseException | None = None) ->
         frames = _own_frames(error.__traceback__)
         told["traceback"] = "".join(traceback.format_exception(type(error), error, frames))
     path = folder / RECORD
-    if not path.exists():  # the first is the cause
+    if not path.exists():  # the first record is the cause
         path.write_text(json.dumps(told))
 
 
 def identity_of(error: str, notes: Sequence[str]) -> str:
-    r"""Return, in a line, what makes two failures the same: the error, and the step it came in.
+    r"""Return one line that is equal for two identical failures: the error and its step.
 
     >>> identity_of("ValueError: two\n lines", ["on rank 1, after step 3"])
     'ValueError: two lines on rank 1, after step 3'
@@ -254,7 +256,7 @@ def identity_of(error: str, notes: Sequence[str]) -> str:
 
 
 def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the error of the first rank that fails; of those it leaves alone, a line."""
+    """Print the error if this rank is the first to fail, else one line."""
     said = f"{kind.__name__}: {error}"
     identity = identity_of(said, getattr(error, "__notes__", []))
     if isinstance(error, KeyboardInterrupt) or _is_first(f"{code_of(error)}\n{identity}\n"):
@@ -267,19 +269,19 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def _is_first(told: str) -> bool:
-    """Write how this rank failed, unless another rank of the job has already."""
+    """Write down how this rank failed; return False if another rank of the job was first."""
     try:
         with open(os.environ[FIRST_FAILURE], "x") as file:
             file.write(told)
     except FileExistsError:
         return False
-    except (KeyError, OSError):  # no job's script that would read it, or no place to write
+    except (KeyError, OSError):  # not in a job of `lockstep submit`, or the file cannot be written
         pass
     return True
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Leave out the frames of this file and of `runpy`: the script's author knows his own."""
+    """Leave out the frames of this file and of `runpy`, to show only those of the script."""
     while trace is not None and trace.tb_next is not None:
         file = trace.tb_frame.f_code.co_filename
         if file != __file__ and "runpy" not in file:
@@ -291,11 +293,11 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 def be_task(words: Sequence[str]) -> None:
     """Run `python *words` as one of srun's tasks.
 
-    A failure is told before this process ends: the others notice the end, and fail of it. The
-    shell around each task in `job.sh` tells the exit code of one that ends by `os._exit`.
+    A failure is recorded before this process ends, because the end makes the other ranks fail. The
+    shell around each task in `job.sh` records the exit code of one that ends by `os._exit`.
     """
     if not sys.flags.safe_path:
-        del sys.path[0]  # the folder it was started in, which `python SCRIPT` would not look into
+        del sys.path[0]  # the current folder, which `python SCRIPT` would not search
     sys.excepthook = tell
     try:
         run_script(words)

@@ -36,7 +36,7 @@ LINES = {
     "resume": "resumed at step {step} from {path}",
     "epoch": "epoch {epoch} done  loss {loss:.4g}  {message}",
     "compiled": "the first step took {local_seconds:.1f} s, most of it to compile",
-    "trained_parameters": "from step {step} on  {message}",
+    "trained_parameters": "from step {step}: {message}",
     "out_of_memory": "warning: {message}",
     "non_finite": "warning: {message}",
     "checkpoint": "checkpoint at step {step}  {path}",

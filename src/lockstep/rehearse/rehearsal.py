@@ -274,7 +274,7 @@ class Rehearsal:
         phase.verdict = "failed"
         where = f" at {failure.place}" if failure.place else ""
         if ended == HUNG:
-            phase.evidence = f"no sign of life for {self.limit_s:g} s{where}"
+            phase.evidence = f"no progress for {self.limit_s:g} s{where}"
         else:
             phase.evidence = f"{ended}: {failure.error}{where}"
         self.on_phase(phase)

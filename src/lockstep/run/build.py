@@ -20,7 +20,7 @@ from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock
 from lockstep.checkpoint.layout import damaged
 from lockstep.checkpoint.manifest import in_brief
 from lockstep.config import RunConfig
-from lockstep.data.fingerprint import check_same_samples, is_full_print_due
+from lockstep.data.fingerprint import check_same_samples, is_full_fingerprint_due
 from lockstep.data.loader import Loader
 from lockstep.data.order import num_leaves_of
 from lockstep.data.reader import is_stream
@@ -54,7 +54,7 @@ from lockstep.run.resume import (
     choose_checkpoint,
     free_settings,
     resume_if_restarted,
-    take_prints,
+    take_fingerprints,
 )
 from lockstep.run.run import Run, versions
 from lockstep.run_files import refuse_link, refuse_shared, replace_text
@@ -189,21 +189,21 @@ class _Builder:
         """Compare the data between ranks, and with the data that the checkpoint recorded."""
         world = self.world
         named = {"training": self.data, "held-out": self.held_out}
-        is_full = is_full_print_due(world)
-        self.prints = together(
+        is_full = is_full_fingerprint_due(world)
+        self.fingerprints = together(
             world,
-            lambda: take_prints(
+            lambda: take_fingerprints(
                 self.data, self.held_out, self.config.seed, self.checkpoint, is_full
             ),
         )
         self.not_compared = [
             name
             for name, dataset in named.items()
-            if not check_same_samples(name, dataset, self.prints[name], world, SAME_FILES)
+            if not check_same_samples(name, dataset, self.fingerprints[name], world, SAME_FILES)
         ]
-        changed = together(world, lambda: changed_data(self.checkpoint, self.prints, named))
+        changed = together(world, lambda: changed_data(self.checkpoint, self.fingerprints, named))
         self.changed_data = first_of_ranks(changed, world)  # not every rank reads all files
-        for taken in self.prints.values():
+        for taken in self.fingerprints.values():
             taken.pop("old_samples", None)  # only needed for the comparison with the checkpoint
 
     def plan_batches(self) -> None:
@@ -310,7 +310,8 @@ class _Builder:
         has_scalar = any(p.dim() == 0 for p in model.parameters())
         if self.dtype == torch.float16 and is_sharded(model) and has_scalar:
             raise ConfigError(
-                "parallel=fsdp with fp16 needs parameters with an axis", "set precision=bf16"
+                "parallel=fsdp with precision=fp16 cannot train parameters without dimensions",
+                "set precision=bf16, or give scalar parameters one dimension",
             )
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
@@ -364,7 +365,7 @@ class _Builder:
             autocast=autocast,
             store=self.store,
             rejected=self.rejected,
-            prints=self.prints,
+            fingerprints=self.fingerprints,
             not_compared=self.not_compared,
             averaging=Averaging(self.world, config.gradients.dtype),
             callbacks=self.callbacks,
@@ -419,7 +420,8 @@ def build_loader(task: Task, config: RunConfig, data: Any, world: World, plan: B
     needs_epochs = config.schedule.warmup_epochs or not config.checkpoint.every_steps
     if is_stream(data) and needs_epochs:
         raise ConfigError(
-            "a stream of training data has no epochs to warm up by or to save after",
+            "the training data are a stream, which has no epochs: warm-up and saving must be "
+            "set in steps",
             "set schedule.warmup_steps and checkpoint.every_steps",
         )
     return Loader(

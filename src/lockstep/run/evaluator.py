@@ -48,12 +48,12 @@ class Evaluator:
             StopRequested: on all ranks, because one of them was asked to stop.
         """
         run = self.run
-        run.progress.owes_evaluation = True
+        run.progress.evaluation_pending = True
         with run.world.phase("evaluate"):
             self.metrics = self._measure()
         self.step = run.progress.step
         is_best = together(run.world, self._is_best, every_exception=True)
-        run.progress.owes_evaluation = False
+        run.progress.evaluation_pending = False
         return bool(run.world.all_max(int(is_best))[0])
 
     def _measure(self) -> dict[str, float]:
@@ -113,7 +113,7 @@ class Evaluator:
                     self.events.write("picture", step, name=name, path=str(value))
             return {name: value for name, value in results.items() if not isinstance(value, Path)}
 
-        stays_sharded = run.task.calls_alike or is_default
+        stays_sharded = run.task.calls_model_equally or is_default
         with run.autocast or nullcontext(), gathered_whole(model, unless=stays_sharded):
             return together(run.world, call_task, every_exception=agrees)
 

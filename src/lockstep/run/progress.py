@@ -15,6 +15,8 @@ from lockstep.data.batch import StepBatch
 from lockstep.data.ledger import Ledger
 from lockstep.step.report import StepReport
 
+OLD_NAMES = {"owes_evaluation": "evaluation_pending"}
+"""Fields that older checkpoints store under another name."""
 MAX_PENDING = 1000
 """The most steps whose numbers stay on the device before they are added up: on a GPU, two blocks of
 512 bytes each, 1 MB in all."""
@@ -35,7 +37,7 @@ class Progress:
     pending: list[tuple[int, list[str], Tensor, Tensor]] = field(default_factory=list)
     """Steps that are not in these sums yet: the step, the names of its parts, its sums, its
     gradient norm."""
-    owes_evaluation: bool = False
+    evaluation_pending: bool = False
     """Whether an evaluation was due and failed or was interrupted. A resume starts with it."""
     non_finite_step: tuple[int, float, float, float] | None = None
     """The first non-finite step, with its loss, gradient norm and weight."""

@@ -211,8 +211,8 @@ def banner(run: Run) -> list[str]:
     ]
     if is_stream(run.loader.dataset):
         lines.append(
-            "the training data are a stream: read in order, and from the start again when it "
-            "ends; every rank reads all of it, and a resume reads it again up to its position"
+            "the training data are a stream: it is read in order, and again from the start when it "
+            "ends. Every rank reads all of it, and a resume reads it again up to its position"
         )
     if is_sharded(run.model):
         num = sum(map(is_sharded, run.model.modules())) - 1
@@ -238,8 +238,8 @@ def banner(run: Run) -> list[str]:
         lines.append(f"warning: the bits may differ from here on: {', '.join(changed)}")
     if not run.model.training:
         lines.append("warning: build_model returned the model in evaluation mode; it stays there")
-    owes_evaluation = run.progress.owes_evaluation and run.held_out is not None
-    if owes_evaluation:
+    evaluation_pending = run.progress.evaluation_pending and run.held_out is not None
+    if evaluation_pending:
         lines.append(f"evaluating first: the evaluation at step {run.progress.step} is missing")
     elif run.resumed_from is not None and run.progress.step >= total_steps:
         lines.append(f"nothing to do: the run is complete at step {run.progress.step}")

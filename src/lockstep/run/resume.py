@@ -15,14 +15,14 @@ from torch import nn
 
 from lockstep.checkpoint import Checkpoint, CheckpointStore
 from lockstep.config import RunConfig
-from lockstep.data.fingerprint import differences, take_print
+from lockstep.data.fingerprint import differences, take_fingerprint
 from lockstep.data.loader import plan_for
 from lockstep.dist.batch_norm import SyncBatchNorm, has_batch_norm, synchronises_itself
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.plan import (
     BatchPlan,
     Contract,
-    CutChange,
+    SplitChange,
     count_ranks,
     resume_contract,
     scaled_rate,
@@ -112,24 +112,25 @@ def agree_on_contract(
         began = _fresh_contract(config, data, was.began_on)
         fresh = replace(began, plan=began.plan.on_ranks(world_size))
     if config.sync_batch_norm and checkpoint.meta.get("config", {}).get("sync_batch_norm"):
-        stored = replace(stored, plan=was.with_cut_of(fresh.plan))
+        stored = replace(stored, plan=was.with_split_of(fresh.plan))
     is_other = asked not in (None, was.global_batch)
     if is_other and not config.accept_changes:
         raise ConfigError(
             f"the checkpoint was trained with global_batch_size {was.global_batch}, "
             f"this run asks for {asked}",
-            "use the old number, or pass accept_changes=true to continue with the new one",
+            f"set global_batch_size={was.global_batch}, or pass accept_changes=true to continue "
+            f"with {asked}",
         )
     agreed = fresh if is_other else resume_contract(stored, fresh, config.accept_changes)
-    # On another number of ranks such a loss compares another number of samples at a time.
+    # On a different number of ranks such a loss compares a different number of samples at a time.
     if gathers and not config.accept_changes:
-        CutChange(was, agreed.plan).raise_for_gather()
-    if config.exact and agreed.plan.cut_for_ranks:
+        SplitChange(was, agreed.plan).raise_for_gather()
+    if config.exact and agreed.plan.split_for_ranks:
         if not config.accept_changes:
             raise ConfigError(
-                f"{world_size} ranks, but a step is {was.num_leaves} x {was.leaf_size} samples: "
-                "with smaller micro-batches exact mode would give other bits",
-                f"use {count_ranks(was.num_leaves)} or fewer, or pass accept_changes=true to "
+                f"a step has {was.num_leaves} x {was.leaf_size} samples, too few micro-batches for "
+                f"{world_size} ranks: smaller ones would change the bits of exact mode",
+                f"use at most {count_ranks(was.num_leaves)}, or pass accept_changes=true to "
                 "continue with smaller micro-batches and other bits",
             )
         # From now on the bits are again the same for any number of ranks.
@@ -155,14 +156,14 @@ def _stored_contract(checkpoint: Checkpoint) -> Contract:
 def check_batch_norm(
     model: nn.Module, checkpoint: Checkpoint | None, plan: BatchPlan, config: RunConfig
 ) -> None:
-    """Refuse a resume in which batch normalisation sees another number of samples at a time.
+    """Refuse a resume in which batch normalisation sees a different number of samples at a time.
 
     Raises:
         ConfigError: with the number of samples, before and now.
     """
     if checkpoint is None or config.accept_changes:
         return
-    change = CutChange(_stored_contract(checkpoint).plan, plan)
+    change = SplitChange(_stored_contract(checkpoint).plan, plan)
     before, now = _normalised(checkpoint, plan, model)
     instead = also = ""
     if config.sync_batch_norm:
@@ -263,21 +264,24 @@ def changed_settings(
     return [f"{name} {old!s:.200} -> {new}" for name, old, new in pairs if old != new]
 
 
-def take_prints(
+def take_fingerprints(
     data: Any, held_out: Any, seed: int, checkpoint: Checkpoint | None, is_full: bool
 ) -> dict[str, Any]:
-    """Return fingerprints of the data, comparable with the checkpoint's; see `take_print`."""
+    """Return fingerprints of the data, comparable with the checkpoint's; see `take_fingerprint`."""
     before = checkpoint.meta.get("data", {}) if checkpoint else {}
     named = {"training": data, "held-out": held_out}
-    return {name: take_print(kept, seed, before.get(name), is_full) for name, kept in named.items()}
+    return {
+        name: take_fingerprint(dataset, seed, before.get(name), is_full)
+        for name, dataset in named.items()
+    }
 
 
 def changed_data(
-    checkpoint: Checkpoint | None, prints: Mapping[str, Any], data: Mapping[str, Any]
+    checkpoint: Checkpoint | None, now: Mapping[str, Any], data: Mapping[str, Any]
 ) -> list[str]:
-    """Return the changes of the data since the checkpoint."""
+    """Return the changes of the data since the checkpoint; `now` are their fingerprints."""
     before = checkpoint.meta.get("data", {}) if checkpoint else {}
-    found = {name: differences(before.get(name, {}), prints[name], data[name]) for name in prints}
+    found = {name: differences(before.get(name, {}), now[name], data[name]) for name in now}
     return [f"{name} data: {change}" for name, change in found.items() if change]
 
 

@@ -66,7 +66,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     resumed_from: Checkpoint | None = None
     rejected: list[tuple[Path, str]] = field(default_factory=list)
-    prints: dict[str, Any] = field(default_factory=dict)
+    fingerprints: dict[str, Any] = field(default_factory=dict)
     """Fingerprints of the data when the run began."""
     not_compared: list[str] = field(default_factory=list)
     """The data, "training" or "held-out", that could not be compared between ranks."""
@@ -150,7 +150,7 @@ class Run:
             "epochs_completed": progress.consumed // self.contract.plan.samples_per_epoch,
             "config": self.config.model_dump(mode="json"),
             "task": self.task.settings(),
-            "data": self.prints,
+            "data": self.fingerprints,
             "trained": self.trained.names,
             "trained_at_start": self.trained_at_start,
             "versions": versions(),

@@ -18,7 +18,9 @@ from torch import Tensor
 from lockstep.checkpoint import Checkpoint
 from lockstep.checkpoint.layout import damaged
 from lockstep.checkpoint.manifest import Count, Text, first_fault, in_brief
+from lockstep.plan import OLD_NAMES as PLAN_NAMES
 from lockstep.plan import BatchPlan, Contract
+from lockstep.run.progress import OLD_NAMES as PROGRESS_NAMES
 from lockstep.run.progress import Progress
 
 MAX_SAMPLES: Final = 2**62
@@ -26,19 +28,19 @@ MAX_SAMPLES: Final = 2**62
 MAX_HALVINGS: Final = 62
 MAX_NAMES: Final = 16
 """The most names of one checkpoint: of the best one, of an epoch, of a step."""
-MAX_PRINTED: Final = 100_000
+MAX_FINGERPRINTS: Final = 100_000
 """The most samples, or groups of samples, in a fingerprint of the data."""
 
 
-class SavedPrint(BaseModel):
+class SavedFingerprint(BaseModel):
     """The fingerprint of a data set; see `data/fingerprint.py`."""
 
     model_config = ConfigDict(strict=True)
 
     length: Count = 0
     per_entry: PositiveInt | None = None
-    entries: Annotated[list[Text], Field(max_length=MAX_PRINTED)] = []
-    samples: Annotated[dict[str, list[Any]], Field(max_length=MAX_PRINTED)] = {}
+    entries: Annotated[list[Text], Field(max_length=MAX_FINGERPRINTS)] = []
+    samples: Annotated[dict[str, list[Any]], Field(max_length=MAX_FINGERPRINTS)] = {}
 
     @field_validator("samples")
     @classmethod
@@ -65,7 +67,7 @@ class SavedMeta(BaseModel):
     epochs_completed: Count = 0
     config: dict[str, Any] = {}
     task: dict[str, Any] = {}
-    data: dict[Text, SavedPrint] = {}
+    data: dict[Text, SavedFingerprint] = {}
     versions: dict[Text, Text] = {}
     numerics: dict[Text, str] = {}
     names: Annotated[list[Text], Field(max_length=MAX_NAMES)] = []
@@ -99,7 +101,7 @@ def load_progress(checkpoint: Checkpoint) -> Progress:
     Raises:
         CheckpointError: names the file and the field.
     """
-    state = checkpoint.load("progress")
+    state = with_new_names(checkpoint.load("progress"), PROGRESS_NAMES)
     try:
         _check_progress(state, checkpoint)
     except ValueError as error:
@@ -107,15 +109,26 @@ def load_progress(checkpoint: Checkpoint) -> Progress:
     return Progress.from_state(state)
 
 
+def with_new_names(stored: Any, old_names: Mapping[str, str]) -> Any:
+    """Return a stored dict with its fields' current names; anything else unchanged.
+
+    >>> with_new_names({"owes_evaluation": True, "step": 3}, PROGRESS_NAMES)
+    {'evaluation_pending': True, 'step': 3}
+    """
+    if not isinstance(stored, dict):
+        return stored
+    return {old_names.get(name, name): value for name, value in stored.items()}
+
+
 def _check_contract(contract: Mapping[str, Any]) -> None:
     _check_fields(Contract, contract, "contract")
     for name in ("base_lr", "effective_lr"):
         if not 0 < contract[name] < math.inf:
             raise ValueError(f"contract.{name} is {in_brief(contract[name])}, not a learning rate")
-    plan = contract["plan"]
+    plan = with_new_names(contract["plan"], PLAN_NAMES)
     _check_fields(BatchPlan, plan, "contract.plan")
     for name, value in plan.items():
-        lowest = 0 if name in ("halvings", "planned_for", "cut_for_ranks") else 1
+        lowest = 0 if name in ("halvings", "planned_for", "split_for_ranks") else 1
         highest = MAX_HALVINGS if name == "halvings" else MAX_SAMPLES
         if not lowest <= value <= highest:
             raise ValueError(
@@ -173,9 +186,9 @@ def _check_progress(state: Any, checkpoint: Checkpoint) -> None:
     best = state.get("best")
     if best is not None and not _is_number(best):
         raise ValueError(f"best is {in_brief(best)}, not a number")
-    if type(state.get("owes_evaluation", False)) is not bool:
+    if type(state.get("evaluation_pending", False)) is not bool:
         raise ValueError(
-            f"owes_evaluation is {in_brief(state['owes_evaluation'])}, not true or false"
+            f"evaluation_pending is {in_brief(state['evaluation_pending'])}, not true or false"
         )
     for name in ("interval", "epoch"):
         sums = state[name]

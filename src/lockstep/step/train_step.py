@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.dist import position
-from lockstep.dist.batch_norm import padding, refuse_other_cut, refuse_padding
+from lockstep.dist.batch_norm import padding, refuse_changed_split, refuse_padding
 from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import LockstepError
@@ -66,7 +66,7 @@ def train_step(
 
     Args:
         weights: A task's `weights`, for a loss of several terms with units of their own.
-        seed: Of the random numbers of the model and the loss.
+        seed: The seed of the random numbers in the model and the loss.
         exact_reducer: Exact mode's gradient reducer; `model` was replicated with it.
         non_finite: From `new_non_finite_flag`: a sticky flag on the GPU. Once it is set, later
             steps leave the weights unchanged, so that the host need not look at each. Not with a
@@ -111,7 +111,7 @@ def train_step(
 
 @dataclass(eq=False)
 class TrainStep:
-    """Takes the steps of one model. How it reduces and updates is chosen once, here.
+    """Takes the steps of one model. The classes that reduce and update are chosen here, once.
 
     The fields are the arguments of `train_step`.
     """
@@ -177,10 +177,10 @@ class TrainStep:
         return report
 
     def check(self, batch: StepBatch) -> None:
-        """Refuse an optimizer or a batch with which ranks would not train as one does."""
+        """Refuse an optimizer or a batch with which several ranks would not train like one."""
         self.reduction.check_optimizer(self.optimizer)
-        if batch.changed_cut:
-            refuse_other_cut(unwrap(self.model), batch.changed_cut)
+        if batch.changed_split:
+            refuse_changed_split(unwrap(self.model), batch.changed_split)
         if batch.num_leaves % self.world.size:
             refuse_padding(unwrap(self.model), batch.num_leaves, self.world.size)
 
@@ -258,7 +258,7 @@ class Passes:
             weights=self.totals,
             gathered=gathered,
             exact=step.reduction.is_exact,
-            changed_cut=self.batch.changed_cut,
+            changed_split=self.batch.changed_split,
         )
         with step.autocast or nullcontext():
             result = step.loss(model, micro_batch.data, context)

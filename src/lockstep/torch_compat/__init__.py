@@ -1,4 +1,4 @@
-"""What lockstep uses of torch that another version may lack, rename or say in other words.
+"""Names and error texts of torch that other versions may lack, rename or reword.
 
 Importing this does not import torch.
 """

@@ -1,7 +1,7 @@
 """Private names of torch and Python, and public ones that not every version has.
 
-Owns: every such name, and what happens if the torch in use does not have it: the slower way, or
-an error that says the name and the version. Does not own: the words of torch's errors
+Owns: every such name, and the fallback if this version of torch does not have it: a slower way, or
+an error with the name and the version. Does not own: the texts of torch's errors
 (`error_texts.py`). `docs/versions.md` lists the names, and on which versions the tests ran.
 """
 
@@ -24,10 +24,10 @@ from lockstep.torch_compat.error_texts import WITHOUT_GRADIENT
 
 
 def needed(owner: Any, path: str, use: str) -> Any:
-    """Return what a dotted path leads to from a class, module or object of torch's.
+    """Return the attribute at a dotted path below a class, module or object of torch.
 
     Raises:
-        ConfigError: this torch does not have it, and there is no other way to do what it is for.
+        ConfigError: this version of torch does not have it, and nothing can replace it.
     """
     found = owner
     for name in path.split("."):
@@ -35,7 +35,7 @@ def needed(owner: Any, path: str, use: str) -> Any:
             where = getattr(owner, "__name__", type(owner).__name__)
             raise ConfigError(
                 f"torch {torch.__version__} has no {where}.{path}, which lockstep needs {use}",
-                "install a version of torch that docs/versions.md lists",
+                "install a version of torch that lockstep was tested with: see docs/versions.md",
             )
         found = getattr(found, name)
     return found
@@ -55,7 +55,7 @@ def foreach(operation: str) -> Callable[..., Any]:
 
 
 def _one_by_one(operation: str) -> Callable[..., Any]:
-    """Return a loop that does what torch's kernel for lists would, to the bit."""
+    """Return a loop with the same result as torch's kernel for lists, bit for bit."""
 
     def loop(tensors: list[Tensor], *others: Any) -> list[Tensor]:
         columns = (other if isinstance(other, list) else [other] * len(tensors) for other in others)
@@ -66,34 +66,34 @@ def _one_by_one(operation: str) -> Callable[..., Any]:
 
 
 def check_write_counter(tensors: Any = Tensor) -> None:
-    """Refuse, before training, a torch with which `num_writes` could not work."""
+    """Refuse, before training, a version of torch in which `num_writes` cannot work."""
     needed(tensors, "_version", "to see which buffers a step changes")
 
 
 def num_writes(tensor: Tensor) -> int:
-    """Return how often a tensor was written to in place, as autograd counts; -1 if nobody does.
+    """Return how often a tensor was written to in place, as counted by autograd; -1 if unknown.
 
-    Nobody counts for a tensor that was made in inference mode.
+    Autograd does not count writes to a tensor that was made in inference mode.
     """
     return -1 if tensor.is_inference() else tensor._version
 
 
 def aten_operator(name: str) -> Any:
-    """Return an operator of torch's library, or None: not every build has every one."""
+    """Return an operator of torch's library, or None if this build does not have it."""
     return getattr(torch.ops.aten, name, None)
 
 
 ATTENTION_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
-"""The operator of torch's fused attention on a CPU; its backward pass has `_backward` after it."""
+"""The operator of torch's fused attention on a CPU; its backward pass appends `_backward`."""
 
 
 # --- Modules ---------------------------------------------------------------------------------
 
 
 def base_of(*layers: type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """Return the class that these layers share, which is private; if they share none, the layers.
+    """Return the private base class that these layers share, or the layers if there is none.
 
-    Layers of other packages may be of that class, and of none of these.
+    A layer of another package may be derived from that class and from none of these.
     """
     bases = layers[0].__mro__
     shared = next(base for base in bases if all(issubclass(layer, base) for layer in layers))
@@ -101,15 +101,15 @@ def base_of(*layers: type[nn.Module]) -> tuple[type[nn.Module], ...]:
 
 
 BATCH_NORMS = base_of(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""What `isinstance` takes to find batch normalisation of any kind."""
+"""The classes of all batch normalisations, for `isinstance`."""
 NORMS_WITH_STATISTICS = (*BATCH_NORMS, *base_of(nn.InstanceNorm1d, nn.InstanceNorm2d))
-"""The same for every layer that may keep running statistics."""
+"""The classes of all layers that may keep running statistics."""
 
 
 def check_batch_norm_input(layer: nn.Module, x: Tensor) -> None:
-    """Refuse a tensor with other axes than a layer of batch normalisation takes.
+    """Refuse a tensor with the wrong number of axes for a layer of batch normalisation.
 
-    A torch without this check leaves it to whoever calls the layer in evaluation.
+    A version of torch without this check leaves it to the layer itself.
     """
     check = getattr(layer, "_check_input_dim", None)
     if check is not None:
@@ -117,7 +117,7 @@ def check_batch_norm_input(layer: nn.Module, x: Tensor) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Say whether `module.compile()` was called; no, if this torch does not tell."""
+    """Return whether `module.compile()` was called; False if torch does not tell."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -125,7 +125,7 @@ def uncompiled(module: Any) -> Any:
     """Return the module that `torch.compile` was given, or `module` itself if it is not compiled.
 
     Raises:
-        ConfigError: it is compiled, and this torch keeps the module elsewhere.
+        ConfigError: it is compiled, and this version of torch keeps the module elsewhere.
     """
     if type(module).__name__ != "OptimizedModule":
         return module
@@ -138,25 +138,25 @@ REDUCER_METHODS = ("_rebuild_buckets", "_get_zeros_like_grad_buckets", "_run_com
 
 
 def no_buffer_sync() -> dict[str, bool]:
-    """Return the option by which a forward pass leaves buffers alone; torch 2.13 renamed it."""
+    """Return the option that keeps a forward pass from copying buffers; torch 2.13 renamed it."""
     known = inspect.signature(DistributedDataParallel).parameters
     renamed = "forward_sync_buffers" in known
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
 
 
 def check_reducer(model: DistributedDataParallel) -> None:
-    """Refuse, before training, a torch with which `send_zeros` could not work."""
+    """Refuse, before training, a version of torch in which `send_zeros` cannot work."""
     for method in REDUCER_METHODS:
         needed(model, f"reducer.{method}", "when a step fails on one rank of several")
 
 
 def zero_buckets(model: DistributedDataParallel) -> Any:
-    """Return the buckets in which gradients travel, filled with zeros."""
+    """Return the buckets in which gradients are sent, filled with zeros."""
     return model.reducer._get_zeros_like_grad_buckets()
 
 
 def send_zeros(model: DistributedDataParallel, num_sent: int) -> None:
-    """Send zeros for the buckets of a backward pass that failed after it had sent `num_sent`."""
+    """Send zeros for the remaining buckets of a backward pass that failed after `num_sent`."""
     with suppress(RuntimeError):  # a backward pass has begun: it is done
         model.reducer._rebuild_buckets()  # part of the second step's forward pass
     for bucket in zero_buckets(model)[num_sent:]:
@@ -164,18 +164,18 @@ def send_zeros(model: DistributedDataParallel, num_sent: int) -> None:
 
 
 def assign_buckets(parameters: list[Tensor], limits_bytes: list[int]) -> list[list[int]]:
-    """Return the indices of the parameters in each bucket that DDP would make of them, in order."""
+    """Return the indices of the parameters in each bucket that DDP would make, in order."""
     path = "distributed._compute_bucket_assignment_by_size"
-    assign = needed(torch, path, "to forecast how gradients travel")
+    assign = needed(torch, path, "to forecast how gradients are sent")
     num = len(parameters)
     buckets, _ = assign(parameters, limits_bytes, [False] * num, list(range(num)))
     return [list(indices) for indices in buckets]
 
 
 def without_gradient(model: DistributedDataParallel) -> list[int]:
-    """Return which trained parameters the last backward pass left without a gradient.
+    """Return the trained parameters that the last backward pass left without a gradient.
 
-    None are named if all have one, and if this torch does not tell or tells in other words.
+    The list is empty if all have one, and if this version of torch does not tell.
     """
     check = getattr(model, "_check_reducer_finalized", None)
     if check is None:
@@ -192,9 +192,9 @@ def without_gradient(model: DistributedDataParallel) -> list[int]:
 
 
 def reads_flag(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer looks on the GPU whether to step, as torch's fused ones do.
+    """Return whether an optimizer reads on the GPU whether to step, as torch's fused ones do.
 
-    If torch no longer says so, the host looks: right as well, and slower.
+    If torch no longer tells, the host reads the flag: correct too, and slower.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -210,7 +210,7 @@ def step_unless(flag: Tensor, optimizer: Optimizer) -> None:
 
 
 def check_scaler(scaler: GradScaler) -> None:
-    """Refuse, before training, a torch with which `overflow_flags` could not work."""
+    """Refuse, before training, a version of torch in which `overflow_flags` cannot work."""
     needed(scaler, "_found_inf_per_device", "to skip a step in fp16: train in bf16 or fp32")
 
 
@@ -223,10 +223,10 @@ def overflow_flags(scaler: GradScaler, optimizer: Optimizer) -> list[Tensor]:
 
 
 def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
-    """Have `torch.utils.data.get_worker_info` describe this process, a loader worker of ours.
+    """Make `torch.utils.data.get_worker_info` describe this process, a worker of our loader.
 
-    Only torch's own loader can say this publicly. If this torch keeps it elsewhere, a data set is
-    told what it is told in the training process: that there is no worker.
+    Torch has no public way to set this. If this version keeps it elsewhere, a data set in a worker
+    is told the same as in the training process: that there is no worker.
     """
     with suppress(ImportError):
         from torch.utils.data._utils import worker
@@ -274,18 +274,18 @@ def started_processes(agent: Any) -> tuple[list[Any], list[Path]]:
 
 
 def num_restarts_left(agent: Any) -> int:
-    """Return how often an elastic agent may start its ranks again."""
+    """Return how often an elastic agent may still restart its ranks."""
     return int(needed(agent, "_remaining_restarts", "to start ranks again"))
 
 
 def rule_out_restarts(agent: Any) -> None:
-    """Have an elastic agent not start its ranks again, whatever it was told before."""
+    """Keep an elastic agent from restarting its ranks, whatever its settings say."""
     if num_restarts_left(agent):
         agent._remaining_restarts = 0
 
 
 def run_exit_functions() -> None:
-    """Run what was registered with `atexit`: Python leaves it out in a forked process."""
+    """Run the functions registered with `atexit`, which Python skips in a forked process."""
     needed(atexit, "_run_exitfuncs", "to run exit functions in forked ranks")()
 
 
@@ -293,33 +293,33 @@ def run_exit_functions() -> None:
 
 
 def cuts_at_buckets() -> bool:
-    """Say whether the compiler cuts a replicated model where buckets of gradients end."""
+    """Return whether the compiler splits a replicated model at the ends of gradient buckets."""
     path = "_dynamo.config.optimize_ddp"
     return bool(needed(torch, path, "to compile in exact mode"))
 
 
 def cut_at_buckets(is_cut: bool) -> None:
-    """Have the compiler cut a replicated model where buckets of gradients end, or not."""
+    """Set whether the compiler splits a replicated model at the ends of gradient buckets."""
     from torch._dynamo import config as compiler
 
     compiler.optimize_ddp = is_cut
 
 
 def replays_graphs() -> bool:
-    """Say whether compiled code is recorded as CUDA graphs, and replayed."""
+    """Return whether compiled code is recorded and replayed as CUDA graphs."""
     path = "_inductor.config.triton.cudagraphs"
     return bool(needed(torch, path, "to set whether compiled code runs as CUDA graphs"))
 
 
 def replay_graphs(is_replayed: bool) -> None:
-    """Have compiled code recorded as CUDA graphs, or not."""
+    """Set whether compiled code is recorded and replayed as CUDA graphs."""
     from torch._inductor import config as compiler
 
     compiler.triton.cudagraphs = is_replayed
 
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return those options of `torch.compile` that this torch knows; none if it does not tell."""
+    """Return the options that this version's `torch.compile` knows; none if it does not tell."""
     listed = getattr(torch._inductor, "list_options", list)
     return {name: value for name, value in options.items() if name in listed()}
 
@@ -328,17 +328,17 @@ def known_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def ran_on_gpu(event: Any) -> bool:
-    """Say whether an event of torch's profiler is from the GPU's own timeline.
+    """Return whether an event of torch's profiler is from the GPU's timeline.
 
     Raises:
-        ConfigError: this torch does not tell.
+        ConfigError: this version of torch does not tell.
     """
     kinds = needed(torch.autograd, "DeviceType", "to tell kernels from what the host does")
     return bool(event.device_type == kinds.CUDA)
 
 
 def operation_counter(formulas: dict[Any, Any], note_uncounted: Callable[[str], None]) -> Any:
-    """Return torch's `FlopCounterMode`, which then also names the operators it has no formula for.
+    """Return torch's `FlopCounterMode`, extended to report operators without a formula.
 
     Args:
         formulas: More formulas, by operator.

@@ -28,7 +28,7 @@ from PIL import Image
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from lockstep.data.fingerprint import file_prints
+from lockstep.data.fingerprint import file_fingerprints
 from lockstep.errors import ConfigError, DataError
 from lockstep.text_input import parse_json
 from lockstep_recipes.atlas.model import Tokenizer
@@ -297,7 +297,7 @@ class Frames:
             numbers = episode.actions[time].tobytes() + state
             name = f"{episode.folder.name} {time} {episode.instruction} {numbers.hex()}"
             found.append((name, [episode.images[view][time] for view in self.config.cameras]))
-        return file_prints(found)
+        return file_fingerprints(found)
 
     @cached_property
     def num_states(self) -> int:

@@ -1,7 +1,7 @@
 """The settings file and flags of the atlas recipe, and their translation to a run config.
 
 Owns: the keys outside the sections model, data and loss, and their translation to a run config.
-Does not own: reading YAML. Every key has a default: the guide's own example sets only five.
+Does not own: reading YAML. Every key has a default: the original script's example sets only five.
 """
 
 import functools
@@ -94,7 +94,7 @@ class Settings(Section):
 
 
 def flags() -> Flags:
-    """Return the parser: the flags of the guide, then our own."""
+    """Return the parser: the original script's flags, then our own."""
     parser = Flags(
         "atlas",
         "Train a robot policy: images and an instruction in, an action out.",

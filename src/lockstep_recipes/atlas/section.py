@@ -16,5 +16,7 @@ class Section(BaseModel):
         """Refuse `batch_size: yes`, which would otherwise silently become 1, and `name: no`."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and kind is not bool and bool not in get_args(kind):
-            raise ValueError("YAML reads an unquoted yes, no, on, off as a truth value: quote it")
+            raise ValueError(
+                "YAML reads an unquoted yes, no, on or off as true or false\n  try: quote the value"
+            )
         return value

@@ -174,7 +174,7 @@ class AtlasTask(Task):
         return AdamW(trained, lr=lr, weight_decay=self.config.weight_decay, fused=fused)
 
     def banner(self, world: World, contract: Contract) -> list[str]:
-        """Return the start-up lines of the guide, then which parts are frozen or random."""
+        """Return the original script's start-up lines, then which parts are frozen or random."""
         config = self.config.model
         data = self.config.data
         held_out = self.held_out

@@ -41,7 +41,9 @@ class Section(BaseModel):
         """Refuse an unquoted `no`, which YAML reads as false, for a word or a number."""
         is_switch = cls.model_fields[info.field_name or ""].annotation is bool
         if isinstance(value, bool) and not is_switch:
-            raise ValueError("YAML reads an unquoted no, yes, on or off as a truth value: quote it")
+            raise ValueError(
+                "YAML reads an unquoted no, yes, on or off as true or false\n  try: quote the value"
+            )
         return value
 
 

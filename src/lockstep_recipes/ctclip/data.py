@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveFloat, ValidationError
 from torch import Tensor
 
-from lockstep.data.fingerprint import Span, file_prints
+from lockstep.data.fingerprint import Span, file_fingerprints
 from lockstep.errors import DataError, closest
 from lockstep.text_input import parse_json
 
@@ -165,12 +165,12 @@ def _entry(path: Path, number: int, text: str) -> Entry:
         first = invalid.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the line"
         near = closest(key, ManifestLine.model_fields)
-        raise DataError(
-            f"{origin}: {key}: {first['msg']}",
-            f"did you mean {near}?"
-            if near
-            else f"use the keys {', '.join(ManifestLine.model_fields)}",
-        ) from None
+        remedy = f"correct {key}" if key in ManifestLine.model_fields else f"use {near}"
+        if first["type"] == "missing":
+            remedy = f"add {key}"
+        elif near is None:
+            remedy = f"use the keys {', '.join(ManifestLine.model_fields)}"
+        raise DataError(f"{origin}: {key}: {first['msg']}", remedy) from None
     except ValueError as error:
         why = getattr(error, "msg", error)
         raise DataError(f"{origin} is not JSON: {why}", "write one JSON object per line") from error
@@ -341,7 +341,7 @@ class VolumeData:
                 voxels = (e.path, e.offset, e.offset + 2 * int(np.prod(e.shape)))
             facts = (e.path.name, e.report, sorted(e.findings.items()), e.spacing, e.slope)
             found.append((repr((*facts, e.intercept)), [voxels]))
-        return file_prints(found)
+        return file_fingerprints(found)
 
 
 def read_voxels(entry: Entry) -> NDArray[Any]:

@@ -34,7 +34,7 @@ SMALL_MODEL: dict[str, Any] = {
 
 
 def flags() -> Flags:
-    """Return the parser: the flag of the guide, then our own."""
+    """Return the parser: the original script's flag, then our own."""
     parser = Flags(
         "ctclip",
         "Train CT-CLIP: chest CT volumes and their reports in one space.",

@@ -93,7 +93,7 @@ def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> tuple[Any, World
 
 
 def banner(accelerator: Any, world: World) -> list[str]:
-    """Return the lines by which the guide recognises a multi-GPU run. Collective."""
+    """Return the original script's lines about a multi-GPU run. Collective."""
     own = ""
     if world.device.type == "cuda":
         own = str(torch.cuda.get_device_properties(world.device).uuid)

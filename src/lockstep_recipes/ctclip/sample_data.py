@@ -54,8 +54,11 @@ def make_volumes(
         DataError: if the folder holds anything else.
     """
     if num_val > NUM_CODES:
-        problem = f"{num_val} held-out volumes cannot all differ"
-        raise ConfigError(problem, f"make {NUM_CODES} at most")
+        problem = (
+            f"{num_val} held-out volumes cannot all differ: there are {NUM_CODES} combinations of "
+            "findings"
+        )
+        raise ConfigError(problem, f"make at most {NUM_CODES} held-out volumes")
     record = {"num": num, "num_val": num_val, "shape": list(shape), "seed": seed}
 
     def fill(made: Path) -> None:

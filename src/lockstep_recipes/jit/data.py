@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from lockstep.data.fingerprint import file_prints
+from lockstep.data.fingerprint import file_fingerprints
 from lockstep.errors import DataError
 from lockstep.text_input import parse_json
 from lockstep_recipes.jit import text_pixels
@@ -49,7 +49,7 @@ class Listing:
     def fingerprint(self) -> list[str]:
         """Return a text per file that changes with its content, name or class."""
         named = zip(self.names, self.labels, strict=True)
-        return file_prints([(f"{name} {label}", [self.root / name]) for name, label in named])
+        return file_fingerprints([(f"{name} {label}", [self.root / name]) for name, label in named])
 
     def select(self, indices: list[int]) -> "Listing":
         """Return the same folder with only some of its files."""

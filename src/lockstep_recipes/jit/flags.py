@@ -22,7 +22,7 @@ REHEARSAL_IMAGES = 1024
 
 
 def flags() -> Flags:
-    """Return the parser: the flags of the guide under its names, then our own."""
+    """Return the parser: the original script's flags under their names, then our own."""
     parser = Flags(
         "jit",
         "Train JiT, a diffusion transformer that predicts the clean image from its pixels.",
@@ -45,7 +45,7 @@ def flags() -> Flags:
     add("--batch_size", type=int, default=64, help="images per GPU")
     add("--lr", type=float, default=5e-5, help="base learning rate")
     add("--max_grad_norm", type=float, default=1.0, help="clip the gradient norm to this")
-    averages = "decays of the weight averages; none: no averages"
+    averages = "decays of the weight averages (EMA); pass no number for no average"
     add("--ema_decays", type=float, nargs="*", default=[0.9999, 0.9996], help=averages)
     amp = "mixed precision on a GPU: bf16, or fp16 where it is missing"
     add("--use_amp", action="store_true", help=amp)
@@ -56,7 +56,7 @@ def flags() -> Flags:
         "--loss",
         choices=["x", "eps", "v"],
         default="v",
-        help="in which space the error is measured",
+        help="the quantity whose error is the loss",
     )
     dropped = "share of labels hidden in training, for guidance"
     add("--label_drop", type=float, default=0.1, help=dropped)

@@ -117,7 +117,7 @@ def find_variant(name: str) -> Variant:
     if name not in VARIANTS:
         near = closest(name, VARIANTS)
         known = ", ".join(VARIANTS)
-        remedy = f"did you mean {near}?" if near else "use JiT-B/4 (64 px) or JiT-T/4 (tiny)"
+        remedy = f"use {near}" if near else "use JiT-B/4 (64 px) or JiT-T/4 (tiny)"
         raise ConfigError(f"there is no model {name!r}; known: {known}", remedy)
     return VARIANTS[name]
 

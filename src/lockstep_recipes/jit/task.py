@@ -156,7 +156,7 @@ class JiTTask(Task):
     """
 
     name = "jit"
-    calls_alike = True
+    calls_model_equally = True
     may_change = (
         "data",
         "val",

@@ -23,7 +23,7 @@ from safetensors.numpy import load, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lockstep.data.fingerprint import file_prints
+from lockstep.data.fingerprint import file_fingerprints
 from lockstep.errors import DataError
 from lockstep.randomness import derive_seed
 from lockstep.text_input import parse_json
@@ -144,7 +144,7 @@ class Chains:
 
     def fingerprint(self) -> list[str]:
         """Return a text per chain that changes with its file, or its residues and coordinates."""
-        return file_prints(
+        return file_fingerprints(
             [
                 (source.name, [source])
                 if isinstance(source, Path)

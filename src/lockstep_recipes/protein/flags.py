@@ -23,7 +23,7 @@ LOWEST_LR = 1e-6
 
 
 def flags() -> Flags:
-    """Return the parser: the flags of the guide under its names, then our own."""
+    """Return the parser: the original script's flags under their names, then our own."""
     parser = Flags(
         "protein",
         "Train a network that designs protein side chains on a fixed backbone.",
@@ -63,7 +63,7 @@ def flags() -> Flags:
     )
     add("--learning_rate", dest="lr", type=float, default=5e-4, help="base learning rate")
     add("--max_grad_norm", type=float, default=1.0, help="clip the gradient norm to this")
-    averages = "decays of the weight averages; none: no averages"
+    averages = "decays of the weight averages (EMA); pass no number for no average"
     add("--ema_decays", type=float, nargs="*", default=[0.999], help=averages)
     add("--hidden_dim", type=int, default=128, help="width of the network")
     add("--num_layers", type=int, default=3, help="layers of the encoder, and of the decoder")

@@ -220,7 +220,7 @@ class ProteinTask(Task):
         return collate(samples)
 
     def banner(self, world: World, contract: Contract) -> list[str]:
-        """Return the start-up lines of the guide, and where the chains come from."""
+        """Return the original script's start-up lines, and the source of the chains."""
         config = self.config
         plan = contract.plan
         split = self.split

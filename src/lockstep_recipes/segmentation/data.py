@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 from torch import Tensor
 
-from lockstep.data.fingerprint import file_prints
+from lockstep.data.fingerprint import file_fingerprints
 from lockstep.errors import DataError
 from lockstep.randomness import derive_seed
 from lockstep_recipes.segmentation.labels import (
@@ -303,7 +303,7 @@ class SegmentationData:
         listing = self.listing
         kinds = [k for k in ("image", *self.kinds) if k in listing.folders]
         files = [[listing.path(kind, i) for kind in kinds] for i in range(len(self))]
-        return file_prints(list(zip(listing.names, files, strict=True)))
+        return file_fingerprints(list(zip(listing.names, files, strict=True)))
 
     def read(self, index: int) -> tuple[Image.Image, dict[str, Plane]]:
         """Return an image and its planes, read from files or computed from other planes.

@@ -19,7 +19,7 @@ REHEARSAL_IMAGES = 128
 
 
 def flags() -> Flags:
-    """Return the parser: the flags of the guide under its names, then our own."""
+    """Return the parser: the original script's flags under their names, then our own."""
     parser = Flags(
         "segmentation",
         "Train a dilated ResNet with ASPP and LoRM to segment, from scribbles or from masks.",

@@ -295,7 +295,7 @@ class SegmentationTask(Task):
         return {"predictions": Path(folder, name)} if self.config.num_pictures else {}
 
     def _log(self, miou: float, step: int, folder: str) -> None:
-        """Print the log lines of the guide and append them to `log.txt`."""
+        """Print the original script's log lines, and append them to `log.txt`."""
         epoch = step // self._steps_per_epoch
         began = self._began
         self._began = time.monotonic()

@@ -322,9 +322,9 @@ def test_errors_count_in_standard_deviations_whatever_the_loss_does(make_task, c
 # --- what a file may get wrong --------------------------------------------------------------------
 
 BAD = {
-    "data: {batch_sise: 8}": ["batch_sise", "try: did you mean batch_size?"],
-    "trainning: {num_epochs: 3}": ["trainning", "try: did you mean training?"],
-    "training: {loss: {pose_wait: 3}}": ["pose_wait", "try: did you mean pose_weight?"],
+    "data: {batch_sise: 8}": ["batch_sise", "try: use batch_size"],
+    "trainning: {num_epochs: 3}": ["trainning", "try: use training"],
+    "training: {loss: {pose_wait: 3}}": ["pose_wait", "try: use pose_weight"],
     "training: {lr_scaling: no}": ["training.lr_scaling=False", "unquoted"],
     "data: {batch_size: yes}": ["data.batch_size=True", "unquoted"],
     "wandb: {name: off}": ["wandb.name=False", "unquoted"],
@@ -427,8 +427,8 @@ def test_a_checkpoint_of_another_recipe_is_refused(bad, tmp_path) -> None:
 
 def test_a_bad_command_line_is_refused(bad) -> None:
     bad("", ["--confg", "--config"], "--confg", "x.yaml")
-    bad("", ["data.batch_sise", "batch_size"], "--set=data.batch_sise=3")
-    bad("", ["'checkpoint.keep_lost'", "keep_last"], "--set=checkpoint.keep_lost=3")
+    bad("", ["'batch_sise' in section data", "use batch_size"], "--set=data.batch_sise=3")
+    bad("", ["'keep_lost' in section checkpoint", "use keep_last"], "--set=checkpoint.keep_lost=3")
     bad("", ["none.yaml cannot be read"], "--config", "none.yaml")
 
 

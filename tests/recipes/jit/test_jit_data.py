@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lockstep.data.fingerprint import take_print
+from lockstep.data.fingerprint import take_fingerprint
 from lockstep.errors import ConfigError, DataError
 from lockstep_recipes.jit import text_pixels
 from lockstep_recipes.jit.data import (
@@ -387,4 +387,4 @@ def test_files_may_have_names_that_are_no_text(tmp_path: Path) -> None:
     data = open_listing(trained, 8, flip=False)
     assert (len(data), len(held_out)) == (2, 2)
     assert data[0]["image"].shape == (3, 8, 8)
-    assert take_print(data, seed=0)["length"] == 2
+    assert take_fingerprint(data, seed=0)["length"] == 2

@@ -45,7 +45,7 @@ def test_every_variant_has_the_tabled_number_of_weights(
 def test_an_unknown_variant_names_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="JiT-L/1'") as caught:
         build_jit("JiT-L/1", 64, 10)
-    assert caught.value.remedy == "did you mean JiT-L/16?"
+    assert caught.value.remedy == "use JiT-L/16"
 
 
 def test_an_image_that_patches_do_not_tile_is_refused() -> None:
