@@ -214,7 +214,7 @@ class CheckpointStore:
             CheckpointError: a checkpoint cannot be renamed.
         """
         for path in self.folder.glob(".replaced_*"):
-            with _reported(f"cannot rename {path}"):
+            with _reported(f"cannot rename {path}", CHECK_FOLDER):
                 self._restore(path)
 
     def _restore(self, hidden: Path) -> None:
@@ -242,7 +242,7 @@ class CheckpointStore:
             if is_taken or alias == "lock" or STEP_FOLDER.fullmatch(alias):
                 problem = f"{link} cannot be used as the name of a checkpoint"
                 raise CheckpointError(problem, "use a name such as best_model.pt")
-            with _reported(f"cannot create {link}"):
+            with _reported(f"cannot create {link}", CHECK_FOLDER):
                 self._point(link, target.name)
         return link
 
@@ -440,7 +440,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the claim cannot be written.
         """
-        with _reported(f"cannot take over {self.folder}"):
+        with _reported(f"cannot take over {self.folder}", CHECK_FOLDER):
             accepted = self._accepted()
             steps = {step for step in accepted if step <= resumed_from}
             steps |= {resumed_from} & set(self.steps())  # the user may have chosen a stale one
@@ -489,12 +489,12 @@ class CheckpointStore:
         for old in map(self.path, reversed(steps)):
             names = (old.with_name(f"superseded_{n}_{old.name}") for n in itertools.count(1))
             new = next(name for name in names if not os.path.lexists(name))
-            with _reported(f"cannot rename {old} to {new.name}"):
+            with _reported(f"cannot rename {old} to {new.name}", CHECK_FOLDER):
                 self._raise_if_taken_over()
                 os.rename(old, new)
                 flush_folder(self.folder)
             moved.append(new)
-        with _reported(f"cannot update the links in {self.folder}"):
+        with _reported(f"cannot update the links in {self.folder}", CHECK_FOLDER):
             self._update_aliases()
         return moved
 
@@ -513,7 +513,7 @@ class CheckpointStore:
                     self._point(self.folder / link.name, newest.name)
 
     def _entries(self) -> list[os.DirEntry[str]]:
-        with _reported(f"cannot list {self.folder}"):
+        with _reported(f"cannot list {self.folder}", CHECK_FOLDER):
             try:
                 return [e for e in os.scandir(self.folder) if not e.name.startswith(".")]
             except FileNotFoundError:
@@ -575,7 +575,7 @@ class CheckpointStore:
     def _raise_if_taken_over(self) -> None:
         """Refuse to write after another group has taken over the folder."""
         if self.generation:
-            with _reported(f"cannot list {self.folder}"):
+            with _reported(f"cannot list {self.folder}", CHECK_FOLDER):
                 generation.raise_if_taken_over(self.folder, self.generation)
 
     @contextmanager
@@ -588,7 +588,7 @@ class CheckpointStore:
             raise
 
     def _newest_generation(self) -> generation.Generation | None:
-        with _reported(f"cannot list {self.folder}"):
+        with _reported(f"cannot list {self.folder}", CHECK_FOLDER):
             return generation.newest(self.folder)
 
     def _accepted(self) -> dict[int, int]:
@@ -652,12 +652,12 @@ def _check_parameters_are_saved(objects: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _reported(problem: str) -> Iterator[None]:
+def _reported(problem: str, remedy: str) -> Iterator[None]:
     """Turn an OSError into a CheckpointError."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{problem}: {error}", CHECK_FOLDER) from error
+        raise CheckpointError(f"{problem}: {error}", remedy) from error
 
 
 def _is_stale(checkpoint: Checkpoint, newest: generation.Generation | None) -> bool:

@@ -96,7 +96,7 @@ def _wait(commands: Sequence[RunningCommand], deadline: float) -> bool:
             command.note_children()
         if None not in codes:
             return True
-        if any(codes):  # the other ranks wait for the failed one, or will notice soon
+        if any(codes):  # the others wait for it, or are about to notice
             let_end(commands, deadline)
             return True
         time.sleep(POLL_S)

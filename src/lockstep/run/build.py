@@ -420,8 +420,8 @@ def build_loader(task: Task, config: RunConfig, data: Any, world: World, plan: B
     needs_epochs = config.schedule.warmup_epochs or not config.checkpoint.every_steps
     if is_stream(data) and needs_epochs:
         raise ConfigError(
-            "the training data are a stream, which has no epochs: warm-up and saving must be "
-            "set in steps",
+            "the training data are a stream, which has no epochs: warm-up and saving must be set "
+            "in steps",
             "set schedule.warmup_steps and checkpoint.every_steps",
         )
     return Loader(
