@@ -104,8 +104,7 @@ def raise_together(world: Collectives, problem: Exception | None) -> NoReturn:
     if problem is not None and is_shared(problem):  # every rank has it
         raise problem
     with _own_error_if_cut_off(problem):
-        texts = world.all_texts(json.dumps(_as_json(problem)))
-    reports = [json.loads(text) for text in texts]
+        reports = world.all_values(_as_parts(problem))
     rank, (kind, text, remedy) = next((r, report) for r, report in enumerate(reports) if report)
     if problem is not None and not isinstance(problem, LockstepError):
         problem.is_shared = True  # type: ignore[attr-defined]
@@ -127,7 +126,7 @@ def _own_error_if_cut_off(problem: Exception | None) -> Iterator[None]:
         raise problem from unreachable
 
 
-def _as_json(problem: Exception | None) -> list[str]:
+def _as_parts(problem: Exception | None) -> list[str]:
     """Return an error to send to other ranks: class name, problem and remedy; [] for None."""
     if problem is None:
         return []
@@ -186,13 +185,12 @@ def first_difference(
     """
     if world.size == 1:
         return ""
-    text = json.dumps(own)
-    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=7).digest()
     label = int.from_bytes(digest, "little")
     highest, lowest = world.all_max(label, -label)
     if highest == -lowest:
         return ""
-    first = json.loads(world.all_texts(text if world.is_first else "{}")[0])
+    first = world.all_values(own if world.is_first else {})[0]
     return first_of_ranks(describe(first, own, world.rank), world)
 
 
@@ -202,8 +200,7 @@ def first_of_ranks(own: T, world: Collectives) -> T:
     Args:
         own: A text, list or dict that JSON can hold.
     """
-    found = map(json.loads, world.all_texts(json.dumps(own)))
-    return next((value for value in found if value), own)
+    return next((value for value in world.all_values(own) if value), own)
 
 
 def _values(state: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -187,8 +187,8 @@ class DoctorCallback(Callback):
         scratch = ""
         if world.is_first:
             scratch = self._check_folder()
-        shared = world.all_texts(json.dumps([scratch, found.free_disk_bytes]))[0]
-        found.scratch, found.free_disk_bytes = json.loads(shared)
+        of_first = world.all_values([scratch, found.free_disk_bytes])[0]
+        found.scratch, found.free_disk_bytes = of_first
         if found.scratch:
             self.check("resume", self._find_checkpoint)
             self.end("resume")

@@ -35,17 +35,17 @@ def ok(evidence: str) -> Result:
 
 
 def warn(evidence: str, fix: str) -> Result:
-    """Say what will work, but not as well as it might."""
+    """Return a warning: the job will run, but not as well as it could."""
     return Result("", "warn", evidence, fix)
 
 
 def fail(evidence: str, fix: str) -> Result:
-    """Say what will not work, and what to do about it."""
+    """Return a failed check, with what to do about it."""
     return Result("", "fail", evidence, fix)
 
 
 def skip(why: str) -> Result:
-    """Say why there is nothing to check."""
+    """Return a skipped check, with the reason."""
     return Result("", "skip", why)
 
 

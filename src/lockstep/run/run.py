@@ -4,7 +4,6 @@ Owns: the state of a run. Does not own: building it (`build.py`) or taking its s
 """
 
 import gc
-import json
 import platform
 import shutil
 from dataclasses import dataclass, field
@@ -247,10 +246,10 @@ class Run:
                 parameter group.
         """
         began, ended = self.trained.changes()
-        changes = self.world.all_texts(json.dumps([began, ended]))
-        other = next((rank for rank, text in enumerate(changes) if text != changes[0]), None)
+        changes = self.world.all_values([began, ended])
+        other = next((rank for rank, own in enumerate(changes) if own != changes[0]), None)
         if other is not None:
-            here, there = (describe_changes(*json.loads(changes[rank])) for rank in (0, other))
+            here, there = (describe_changes(*changes[rank]) for rank in (0, other))
             raise ConfigError(
                 f"ranks 0 and {other} do not train the same parameters (rank 0: {here}; rank "
                 f"{other}: {there})",

@@ -113,7 +113,7 @@ def train_step(
 
 @dataclass(eq=False)
 class TrainStep:
-    """Takes the steps of one model. How it reduces and updates is chosen once, here.
+    """Takes the steps of one model. The classes that reduce and update are chosen here, once.
 
     The fields are the arguments of `train_step`.
     """
