@@ -21,7 +21,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SRC = REPOSITORY / "src"
-TOOLS = {"launch", "harness", "rehearse", "doctor", "bench", "certify", "board", "cli", "testing"}
+TOOLS = {"launch", "harness", "rehearse", "doctor", "bench", "certify", "cli", "testing"}
 
 PUBLIC_NAMES = {
     "Averaging",

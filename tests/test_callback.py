@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -30,11 +30,12 @@ from lockstep import (
     unwrap,
 )
 from lockstep.callback import Callbacks, RunView, load_callbacks
+from lockstep.custom_loop import CustomLoop
 from lockstep.data.batch import StepBatch
 from lockstep.errors import ConfigError
 from lockstep.phases import BuildPhase
 from lockstep.step.report import StepReport
-from lockstep.testing import TinyTask, run_ranks
+from lockstep.testing import FakeWorld, TinyTask, run_ranks
 
 NUM_STEPS = 6
 EXAMPLE = Path(__file__).parents[1] / "examples" / "callbacks.py"
@@ -617,6 +618,15 @@ def test_a_custom_loop_calls_its_callbacks_on_every_rank(num_ranks: int, tmp_pat
         assert seen == expected
         assert (steps, count) == ([0, 1, 2, 3], 4)
         assert weights == silent[rank][3], "watching changed the weights"
+
+
+def test_a_custom_loop_has_every_attribute_that_callbacks_are_promised() -> None:
+    loop: RunView = CustomLoop(FakeWorld(), Callbacks())
+    promised = {*get_type_hints(RunView), *(n for n in vars(RunView) if not n.startswith("_"))}
+    assert {"config", "held_out", "is_custom_loop", "step", "stop"} < promised
+    assert [name for name in promised if not hasattr(loop, name)] == []
+    assert loop.is_custom_loop
+    assert (loop.task, loop.config, loop.held_out) == (None, None, None)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

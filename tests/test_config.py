@@ -135,8 +135,29 @@ def test_overrides_reach_into_sections_and_are_checked_like_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
+    "texts",
+    [
+        ["checkpoint.every_steps=100"],
+        ["checkpoint={every_steps: 100}"],
+        ["checkpoint={keep_last: 3}", "checkpoint.every_steps=100"],
+    ],
+)
+def test_an_override_means_what_the_same_key_in_a_settings_file_means(texts: list[str]) -> None:
+    in_file = RunConfig.parse({"epochs": 3, "checkpoint": {"every_steps": 100}})
+    assert in_file.checkpoint.every_epochs is None
+    assert RunConfig(epochs=3).with_overrides(texts) == in_file
+
+
+def test_an_override_keeps_what_was_set_before() -> None:
+    config = RunConfig.parse({"checkpoint": {"every_epochs": 0.5, "keep_last": 7}})
+    changed = config.with_overrides(["checkpoint.every_steps=100"]).checkpoint
+    assert (changed.every_epochs, changed.every_steps, changed.keep_last) == (0.5, 100, 7)
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("checkpoint.ever.steps=3", "ever"),
         ("batch.batch_sise=3", "batch_sise"),
         ("bach.batch_size=3", "bach"),
         ("epochs.number=3", "epochs"),

@@ -91,7 +91,7 @@ def test_the_demo_is_a_command_the_recipe_takes() -> None:
     demo = re.search(r"^DEMO = (.*)$", makefile, re.MULTILINE)
     assert demo
     words = shlex.split(demo[1])
-    assert words[:5] == [".venv/bin/lockstep", "run", "jit", "--gpus", "2"]
+    assert words[:5] == [".venv/bin/lockstep", "run", "jit", "--gpus", "$(DEMO_PROCESSES)"]
     assert flags().read(words[5:]).output_dir == "runs/demo"
 
 
@@ -406,7 +406,9 @@ def table_faults(page: Path) -> list[str]:
     for row in table_rows(page, 4):
         if row[0].isdigit() and row[1] == str(4 * int(row[0])):
             plan = plan_batches(BatchConfig(batch_size=4), 29_500, int(row[0]))
-            if row[1:] != [str(n) for n in (plan.total_batch, plan.steps_per_epoch, plan.dropped)]:
+            if row[1:] != [
+                str(n) for n in (plan.samples_at_once, plan.steps_per_epoch, plan.dropped)
+            ]:
                 faults.append(" ".join(row))
         elif row[0][0].isdigit() and all(cell.isdigit() for cell in row[1:]):
             config = BatchConfig(batch_size=int(row[1]), accumulate=int(row[2]))

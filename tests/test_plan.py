@@ -54,7 +54,7 @@ def test_total_and_effective_batch_are_those_of_the_guides(
 ) -> None:
     config = BatchConfig(batch_size=batch_size, accumulate=accumulate)
     plan = plan_batches(config, 10_000, world_size)
-    assert (plan.total_batch, plan.global_batch) == (total, effective)
+    assert (plan.samples_at_once, plan.global_batch) == (total, effective)
     assert plan.accumulate == accumulate
 
 

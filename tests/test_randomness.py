@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.randomness import derive_seed, keyed_generator, seed_all, seed_torch, untouched
+from lockstep.randomness import derive_seed, keyed_generator, seed_all, seed_everything, untouched
 from lockstep.task import Context
 from lockstep.testing import FakeWorld
 
@@ -84,11 +84,11 @@ def test_seed_all_makes_python_numpy_and_torch_repeat() -> None:
         assert not set(draw_globals()) & set(first)
 
 
-def test_seed_torch_makes_dropout_repeat() -> None:
+def test_seed_everything_makes_dropout_repeat() -> None:
     with untouched():
-        seed_torch(torch.device("cpu"), 0, "torch", 1, 2)
+        seed_everything(torch.device("cpu"), 0, 1, 2)
         first = torch.nn.functional.dropout(torch.ones(50))
-        seed_torch(torch.device("cpu"), 0, "torch", 1, 2)
+        seed_everything(torch.device("cpu"), 0, 1, 2)
         assert torch.equal(torch.nn.functional.dropout(torch.ones(50)), first)
 
 

@@ -7,24 +7,29 @@ Two entry points with the same parts: `fit(task, config)`, or your own loop arou
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.callback import Callback
-    from lockstep.checkpoint.store import CheckpointStore
-    from lockstep.config import RunConfig
-    from lockstep.data.fingerprint import file_fingerprints
-    from lockstep.data.loader import Loader, plan_for
-    from lockstep.dist.ddp import Averaging, unwrap
-    from lockstep.dist.fsdp import shard
-    from lockstep.dist.world import World
-    from lockstep.errors import LockstepError
-    from lockstep.observe.events import read_events
-    from lockstep.plan import BatchConfig
-    from lockstep.run.build import prepare
-    from lockstep.run.result import RunResult
-    from lockstep.signals import StopSignals
-    from lockstep.step.report import StepReport
-    from lockstep.step.train_step import train_step
-    from lockstep.task import Context, PartialLoss, Task
-    from lockstep.trainer import Trainer, fit
+    from lockstep.callback import Callback as Callback
+    from lockstep.checkpoint.store import CheckpointStore as CheckpointStore
+    from lockstep.config import RunConfig as RunConfig
+    from lockstep.data.fingerprint import file_fingerprints as file_fingerprints
+    from lockstep.data.loader import Loader as Loader
+    from lockstep.data.loader import plan_for as plan_for
+    from lockstep.dist.ddp import Averaging as Averaging
+    from lockstep.dist.ddp import unwrap as unwrap
+    from lockstep.dist.fsdp import shard as shard
+    from lockstep.dist.world import World as World
+    from lockstep.errors import LockstepError as LockstepError
+    from lockstep.observe.events import read_events as read_events
+    from lockstep.plan import BatchConfig as BatchConfig
+    from lockstep.run.build import prepare as prepare
+    from lockstep.run.result import RunResult as RunResult
+    from lockstep.signals import StopSignals as StopSignals
+    from lockstep.step.report import StepReport as StepReport
+    from lockstep.step.train_step import train_step as train_step
+    from lockstep.task import Context as Context
+    from lockstep.task import PartialLoss as PartialLoss
+    from lockstep.task import Task as Task
+    from lockstep.trainer import Trainer as Trainer
+    from lockstep.trainer import fit as fit
 
 __version__ = "0.1.0"
 
@@ -54,31 +59,7 @@ _HOMES = {
     "unwrap": "lockstep.dist.ddp",
 }
 
-__all__ = [
-    "Averaging",
-    "BatchConfig",
-    "Callback",
-    "CheckpointStore",
-    "Context",
-    "Loader",
-    "LockstepError",
-    "PartialLoss",
-    "RunConfig",
-    "RunResult",
-    "StepReport",
-    "StopSignals",
-    "Task",
-    "Trainer",
-    "World",
-    "file_fingerprints",
-    "fit",
-    "plan_for",
-    "prepare",
-    "read_events",
-    "shard",
-    "train_step",
-    "unwrap",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

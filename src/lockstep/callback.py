@@ -6,14 +6,14 @@ they are called, which `trainer.py` decides, and `custom_loop.py` in a loop with
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.dist.agreement import agree_to_continue, before_each_collective, together
+from lockstep.dist.agreement import agree_to_continue, before_each_collective, check_same, together
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,10 +31,20 @@ SAME_CALLBACKS = (
 class RunView(Protocol):
     """The attributes of a run that every callback can use, in `fit` and in a custom loop."""
 
+    task: Any
+    """None in a custom loop, as are `config` and `held_out`."""
+    config: Any
+    """The `RunConfig`."""
+    held_out: Any
+    """The held-out samples, or None."""
     world: Any
     model: nn.Module
     """The wrapped model: `lockstep.unwrap(model)` is the module that the task built."""
     optimizer: Optimizer
+
+    @property
+    def is_custom_loop(self) -> bool:
+        """Whether the loop has no trainer, and only what this class lists."""
 
     @property
     def step(self) -> int:
@@ -107,6 +117,8 @@ class Callbacks(Sequence[Callback]):
                     "pass instances of classes that derive from lockstep.Callback",
                 )
         self._callbacks = list(callbacks)
+        self.error: Exception | None = None
+        """The first error of a callback on this rank, until the ranks agree on it."""
 
     def __getitem__(self, index: Any) -> Any:
         return self._callbacks[index]
@@ -121,11 +133,10 @@ class Callbacks(Sequence[Callback]):
     def call(self, method: str, run: RunView, *args: Any) -> None:
         """Call one method of each callback. Collective if one communicates.
 
-        If one raises, the others are still called, because other ranks call them too. Then the
-        first exception is raised, with a note of the callback's name. It is shared by all ranks
-        if the callback communicates.
+        If one raises, the others are still called, because other ranks call them too. The first
+        exception is kept in `error`, with a note of the callback's name. It is shared by all
+        ranks if the callback communicates.
         """
-        problem: Exception | None = None
         for name, callback in self.named():
             if not _overrides(callback, method):
                 continue
@@ -133,9 +144,7 @@ class Callbacks(Sequence[Callback]):
                 _call(callback, name, method, run, *args)
             except Exception as error:
                 error.add_note(f"in callback {name}.{method}")
-                problem = problem or error
-        if problem is not None:
-            raise problem
+                self.error = self.error or error
 
     def configure(self, task: Any, config: "RunConfig", world: "Collectives") -> "RunConfig":
         """Pass the settings through each callback's `configure` in turn and return the result."""
@@ -198,6 +207,14 @@ def _refuse(name: str, method: str) -> NoReturn:
         "would wait",
         f"set communicates = True in class {name}",
     )
+
+
+def collect_callbacks(world: Any, collect: Callable[[], Iterable[Callback]]) -> Callbacks:
+    """Return the same callbacks on every rank, or refuse. Collective."""
+    callbacks = together(world, lambda: Callbacks([*collect()]))
+    names = ", ".join(name for name, _ in callbacks.named())
+    check_same("callbacks", names or "none", world, SAME_CALLBACKS)
+    return callbacks
 
 
 def load_callbacks(names: str) -> list[Callback]:

@@ -24,7 +24,7 @@ from lockstep.dist.ddp import GradientConfig
 from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.errors import ConfigError, own_exit_code, shown
 from lockstep.observe.sinks import SinkConfig
-from lockstep.parse import in_a_sentence, parse_model, parse_override, unknown_key
+from lockstep.parse import in_a_sentence, parse_model, parse_override, section_of, unknown_key
 from lockstep.plan import BatchConfig, RateConfig
 from lockstep.schedule import ScheduleConfig
 
@@ -165,6 +165,17 @@ class RunConfig(BaseModel):
             with in_a_sentence(type(self), values):
                 super().__init__(**values)
 
+    def saving_every(self, steps: int, *, waits: bool = False) -> Self:
+        """Return a copy that evaluates and saves every `steps` steps, perhaps in the foreground."""
+        every: dict[str, Any] = {"every_epochs": None, "every_steps": steps}
+        saving = every | ({"background": False} if waits else {})
+        return self.model_copy(
+            update={
+                "evaluation": self.evaluation.model_copy(update=every),
+                "checkpoint": self.checkpoint.model_copy(update=saving),
+            }
+        )
+
     @model_validator(mode="after")
     def _one_exactness(self) -> Self:
         self.gradients.raise_if_unfit(self.exact, self.parallel)
@@ -198,18 +209,21 @@ class RunConfig(BaseModel):
     @own_exit_code()
     def with_overrides(self, overrides: Sequence[str]) -> Self:
         """Return a copy with `section.key=value` texts applied, type-checked like the rest."""
-        values = self.model_dump(mode="json")
+        values = self.model_dump(mode="json", exclude_unset=True)
         for text in overrides:
             (*sections, key), value = parse_override(text)
+            kind: type[BaseModel] = type(self)
             target = values
             for section in sections:
-                if section not in target:
-                    raise unknown_key(section, target, f"in --set {shown(text)}")
-                if not isinstance(target[section], dict):
+                if section not in kind.model_fields:
+                    raise unknown_key(section, kind.model_fields, f"in --set {shown(text)}")
+                below = section_of(kind, section)
+                target = target.setdefault(section, {})
+                if below is None or not isinstance(target, dict):
                     raise ConfigError(
                         f"{section} in --set {shown(text)} is a value, not a section of settings",
                         f"write --set {section}=value",
                     )
-                target = target[section]
+                kind = below
             target[key] = value
         return self.parse(values)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.callback import Callbacks
 from lockstep.data.batch import StepBatch
-from lockstep.dist.agreement import raise_together
+from lockstep.dist.agreement import first_of_ranks, raise_together
 from lockstep.dist.collectives import Collectives
 from lockstep.run.result import RunResult
 from lockstep.step.report import StepReport
@@ -28,6 +28,9 @@ class CustomLoop:
     The loop ends with the `Loader` of the last batch.
     """
 
+    is_custom_loop = True
+    task = config = held_out = None
+
     def __init__(self, world: Collectives, callbacks: Callbacks) -> None:
         self.world = world
         self.callbacks = callbacks
@@ -40,8 +43,6 @@ class CustomLoop:
         """The last batch."""
         self._saved = Path()
         """The last checkpoint that callbacks were called for."""
-        self._error: Exception | None = None
-        """The error of a callback on this rank, until the ranks agree on it."""
 
     def log(self, name: str, value: Tensor | float) -> None:
         """Write this rank's number to the logger `lockstep`: a custom loop has no log lines."""
@@ -100,17 +101,13 @@ class CustomLoop:
             )
 
     def _call(self, method: str, *args: object) -> None:
-        try:
-            self.callbacks.call(method, self, *args)
-        except Exception as error:
-            self._error = self._error or error
+        self.callbacks.call(method, self, *args)
 
     def _agree(self) -> None:
         """Raise a callback's error on all ranks, and share a reason to stop. Collective."""
-        error, self._error = self._error, None
+        error, self.callbacks.error = self.callbacks.error, None
         failed, stops = self.world.all_max(int(error is not None), int(bool(self.stop_reason)))
         if failed:
             raise_together(self.world, error)
         if stops:
-            texts = self.world.all_texts(self.stop_reason)
-            self.stop_reason = next(text for text in texts if text)
+            self.stop_reason = first_of_ranks(self.stop_reason, self.world)

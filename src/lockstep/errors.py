@@ -183,8 +183,7 @@ def _end(say: Any, kind: type[BaseException], error: BaseException, trace: Any) 
         _say_once(error, runtime.launched_rank() if runtime else 0)
     elif is_peer_gone(error) and is_brief:
         rank = runtime.launched_rank() if runtime else 0
-        sys.stderr.write(PEER_GONE_TEXT.format(rank=rank))
-        sys.stderr.flush()
+        write_stderr(PEER_GONE_TEXT.format(rank=rank))
     else:
         say(kind, error, trace)
     hook: Any = sys.excepthook
@@ -198,8 +197,13 @@ def _say_once(error: LockstepError, rank: int) -> None:
     if rank:
         time.sleep(SPEAK_FIRST_S)
     if not rank or not error.is_shared:
-        sys.stderr.write(sentence(error))
-        sys.stderr.flush()
+        write_stderr(sentence(error))
+
+
+def write_stderr(text: str) -> None:
+    """Write to stderr and flush it."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def printable(text: str) -> str:

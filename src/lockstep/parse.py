@@ -118,12 +118,20 @@ def _check_storable(value: Any, path: tuple[int | str, ...]) -> None:
 
 def _owner(kind: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
     for part in path[:-1]:
-        field = kind.model_fields.get(str(part))
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        below = section_of(kind, str(part))
+        if below is None:
             break
-        kind = annotation
+        kind = below
     return kind
+
+
+def section_of(kind: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """Return the class of the section that `key` names; None if it names a value, or nothing."""
+    field = kind.model_fields.get(key)
+    annotation = field.annotation if field else None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
 
 
 def unknown_key(key: str, known: Mapping[str, Any], where: str) -> ConfigError:

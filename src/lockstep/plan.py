@@ -100,7 +100,7 @@ class BatchPlan:
         return self.planned_for or self.world_size
 
     @property
-    def total_batch(self) -> int:
+    def samples_at_once(self) -> int:
         """Return the samples in one micro-batch on all ranks: those that one loss can compare."""
         return min(self.leaf_size * self.world_size, self.global_batch)
 
@@ -154,8 +154,8 @@ class BatchPlan:
         This matters if a loss compares samples of all ranks: 2 ranks x 4 samples become
         1 rank x 8.
         """
-        mine = (self.total_batch, self.global_batch)
-        theirs = (other.total_batch, other.global_batch)
+        mine = (self.samples_at_once, self.global_batch)
+        theirs = (other.samples_at_once, other.global_batch)
         if mine != theirs:
             return self
         return replace(
@@ -187,7 +187,7 @@ class SplitChange:
         """Return whether a loss would compare different samples than before."""
         was = self.was
         now = self.now
-        return (was.leaf_size, was.total_batch) != (now.leaf_size, now.total_batch)
+        return (was.leaf_size, was.samples_at_once) != (now.leaf_size, now.samples_at_once)
 
     def raise_for_batch_norm(
         self, before: int, now: int, instead: str = "", also: str = ""
@@ -215,11 +215,11 @@ class SplitChange:
             ConfigError: with both numbers of samples.
         """
         was = self.was
-        if self.now.total_batch != was.total_batch:
+        if self.now.samples_at_once != was.samples_at_once:
             raise ConfigError(
                 f"the loss compares the samples of all ranks: the checkpoint was trained with "
-                f"{was.total_batch} at a time ({was.leaf_size} x {was.world_size} ranks), this run "
-                f"would have {self.now.total_batch}",
+                f"{was.samples_at_once} at a time ({was.leaf_size} x {was.world_size} ranks), "
+                f"this run would have {self.now.samples_at_once}",
                 f"use {count_ranks(was.world_size)}, or pass accept_changes=true",
             )
 
@@ -312,7 +312,7 @@ class Contract:
         factor = self.effective_lr / self.base_lr
         return [
             f"Batch size: {plan.leaf_size} per GPU, "
-            f"{plan.total_batch} total (x {plan.world_size}), "
+            f"{plan.samples_at_once} total (x {plan.world_size}), "
             f"{plan.global_batch} effective (x {plan.accumulate} accumulated)",
             f"Steps per epoch: {plan.steps_per_epoch} "
             f"({plan.samples_per_epoch} of {plan.num_samples} samples, {plan.dropped} dropped)",

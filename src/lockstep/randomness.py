@@ -32,26 +32,16 @@ def keyed_generator(device: torch.device, *key: int | str) -> torch.Generator:
     return torch.Generator(device).manual_seed(derive_seed(*key))
 
 
-def seed_torch(device: torch.device, *key: int | str) -> None:
-    """Seed torch's own generators (dropout, `torch.randn`) of the CPU and of `device`.
+def seed_everything(device: torch.device, seed: int, *key: int | str) -> None:
+    """Seed torch's generators of the CPU and of `device`, NumPy's and Python's `random`.
 
     `torch.manual_seed` takes 100 us, because it checks every kind of device.
     """
-    seed = derive_seed(*key)
-    torch.default_generator.manual_seed(seed)
+    own = derive_seed(seed, "torch", *key)
+    torch.default_generator.manual_seed(own)
     if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)
-
-
-def seed_others(*key: int | str) -> None:
-    """Seed NumPy and Python's `random`."""
-    set_others(derive_seed(*key))
-
-
-def seed_everything(device: torch.device, seed: int, *key: int | str) -> None:
-    """Seed torch's generators of the CPU and of `device`, NumPy's and Python's `random`."""
-    seed_torch(device, seed, "torch", *key)
-    seed_others(seed, "others", *key)
+        torch.cuda.default_generators[device.index].manual_seed(own)
+    _seed_others(derive_seed(seed, "others", *key))
 
 
 def seed_all(*key: int | str) -> None:
@@ -62,11 +52,10 @@ def seed_all(*key: int | str) -> None:
 def set_all(seed: int) -> None:
     """Seed the same three with an already derived seed."""
     torch.default_generator.manual_seed(seed)
-    set_others(seed)
+    _seed_others(seed)
 
 
-def set_others(seed: int) -> None:
-    """Seed NumPy and Python's `random` with an already derived seed."""
+def _seed_others(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 

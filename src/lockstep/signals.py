@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
@@ -107,11 +107,38 @@ def last_exit_code() -> int:
     return _last_exit_code
 
 
+class SignalPipe:
+    """Lets a thread hear signals at once, whatever the main thread waits for.
+
+    The interpreter writes each signal to a pipe, from which `listen` reads until it reads 0.
+    Only the main thread may make and close one.
+    """
+
+    def __init__(
+        self, handlers: Mapping[signal.Signals, Any], listen: Callable[[int], None], name: str
+    ) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, do) for number, do in handlers.items()}
+        self._thread = threading.Thread(target=listen, args=(self._reader,), name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Restore the handlers, and end the thread."""
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.write(self._writer, b"\0")
+        self._thread.join()
+        os.close(self._reader)
+        os.close(self._writer)
+
+
 class StopSignals:
     """Listen for stop signals inside a `with` block, in the main thread only.
 
-    The interpreter writes signals to a pipe that a separate thread reads, so they are noticed
-    even while the main thread waits in a collective.
+    They are noticed even while the main thread waits in a collective.
     """
 
     def __init__(self) -> None:
@@ -121,20 +148,15 @@ class StopSignals:
         self.is_quiet = False
         """Whether another rank reports what is lost."""
         self._hearing = Hearing(inside_slurm_job())
-        self._previous: dict[signal.Signals, Any] = {}
+        self._pipe: SignalPipe | None = None
 
     def __enter__(self) -> Self:
         global _active, _fork_hook_set
         if threading.current_thread() is not threading.main_thread():
             return self
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in EXIT_CODES:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # keep the choice of `nohup`
-                self._previous[number] = signal.signal(number, _do_nothing)
-        self._thread = threading.Thread(target=self._listen, name="stop-signals", daemon=True)
-        self._thread.start()
+        # Those that are ignored stay so: that is the choice of `nohup`.
+        heard = [n for n in EXIT_CODES if signal.getsignal(n) is not signal.SIG_IGN]
+        self._pipe = SignalPipe(dict.fromkeys(heard, _do_nothing), self._listen, "stop-signals")
         _active = self
         if not _fork_hook_set:  # cannot be removed, so set it once
             os.register_at_fork(after_in_child=_forget_in_child)
@@ -148,25 +170,18 @@ class StopSignals:
         trace: TracebackType | None,
     ) -> None:
         global _active
-        if not self._previous:
-            return
-        _active = None
-        signal.set_wakeup_fd(self._previous_fd)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        os.write(self._writer, b"\0")
-        self._thread.join()
-        os.close(self._reader)
-        os.close(self._writer)
+        if self._pipe is not None:
+            _active = None
+            self._pipe.close()
 
     @property
     def exit_code(self) -> int:
         """Return the exit code of the process: 128 + signal, or 0 without a signal."""
         return EXIT_CODES[self.requested] if self.requested else 0
 
-    def _listen(self) -> None:
+    def _listen(self, reader: int) -> None:
         while True:
-            number = os.read(self._reader, 1)[0]
+            number = os.read(reader, 1)[0]
             if number == 0:
                 return
             if number in EXIT_CODES:

@@ -198,6 +198,10 @@ class Task:
         step's totals to `loss` as `context.weights`. Such a loss divides each term
         itself, and returns their sum with weight 1 and the terms as `parts`.
 
+        Return the same names for every micro-batch on every rank, and for each one finite number,
+        0 or more. Anything else ends the run with a ConfigError on all ranks. A number that is
+        already on a GPU is not waited for: a wrong one there makes the step non-finite.
+
         An evaluation counts all held-out units first. Its `context.weights` are those of an
         average batch, so that each term becomes a mean over all units. A task that overrides
         `evaluate` returns sums, and gets the weights of the batch itself.

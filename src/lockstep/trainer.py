@@ -22,6 +22,7 @@ from lockstep.dist.agreement import (
     SAME_STATE,
     agree_to_continue,
     check_same,
+    first_of_ranks,
     is_shared,
     raise_together,
     state_difference,
@@ -64,7 +65,7 @@ from lockstep.step.report import StepReport
 from lockstep.task import Task
 
 SAME_SETTINGS = "set the same run.config and run.held_out on every rank"
-WAIT_FOR_OTHERS_S = 10.0
+ERROR_TIMEOUT_S = 10.0
 """How long a rank with an error in a step waits for the others to report one too."""
 
 
@@ -101,7 +102,7 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
     """
     with own_exit_code(), ExitStack() as stack:
         world = World.enter(config.device, config.timeout_s)
-        stack.push(world.stay)
+        stack.push(world.keep_group)
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack, callbacks)
         trainer = Trainer(run, signals, stack)
@@ -150,8 +151,6 @@ class Trainer:
         """Whether that callback asked for no last checkpoint."""
         self.has_finished = False
         """Whether everything is saved and nothing is left to do."""
-        self._callback_error: Exception | None = None
-        """The error of a callback on this rank, until the ranks agree on it."""
         self._announced_step = self.saver.saved_step
         """The newest checkpoint that callbacks were called for."""
         self._late_evaluation_step: int | None = None
@@ -249,7 +248,7 @@ class Trainer:
             self.step(batch)
 
     def _train(self, batch: StepBatch) -> StepReport:
-        take_step = self.run.train_step
+        take_step = self.run.take_step
         assert take_step is not None  # `prepare` has replicated the model
         self.run.non_finite = take_step.non_finite
         try:
@@ -344,7 +343,7 @@ class Trainer:
         result = RunResult(step, metrics, folder, self.stopped_by, self.stop_reason)
         self._call("on_run_end", result)
         if self.run.callbacks:
-            agree_to_continue(self.run.world, self._callback_error)
+            agree_to_continue(self.run.world, self.run.callbacks.error)
         return result
 
     def _settings(self) -> str:
@@ -355,10 +354,7 @@ class Trainer:
 
     def _call(self, method: str, *args: object) -> None:
         """Call a method of every callback; the next `_agree` raises its error on all ranks."""
-        try:
-            self.run.callbacks.call(method, self.run, *args)
-        except Exception as error:
-            self._callback_error = self._callback_error or error
+        self.run.callbacks.call(method, self.run, *args)
 
     def _announce_checkpoint(self) -> None:
         """Call callbacks for a checkpoint that is now complete on every rank. Collective."""
@@ -410,7 +406,7 @@ class Trainer:
 
     def _agree(self, upcoming: object) -> int:
         """Return the exit code to stop with, or 0; raise on all ranks if one has an error."""
-        problem = upcoming if isinstance(upcoming, Exception) else self._callback_error
+        problem = upcoming if isinstance(upcoming, Exception) else self.run.callbacks.error
         run = self.run
         world = self.run.world
         votes = Votes(
@@ -431,7 +427,7 @@ class Trainer:
         if not votes.save_is_busy:
             self._announce_checkpoint()
         if votes.wants_to_stop:  # all ranks take the first reason given
-            self.stop_reason = next(text for text in world.all_texts(run.stop_reason) if text)
+            self.stop_reason = first_of_ranks(run.stop_reason, world)
             self.stops_unsaved = bool(votes.stops_unsaved)
         if votes.has_failed:
             self._save_and_raise(problem)
@@ -543,12 +539,12 @@ class Trainer:
         ranks have an error; a rank that fails alone does not save.
         """
         step = self.run.progress.step
-        if not isinstance(error, LockstepError) or not error.is_before_update:
+        if error is None or not getattr(error, "is_before_update", False):
             return
         if self.report is None or self.saver.saved_step == step:
             return
         place = f"failed after step {step} of run {position.own.num_runs}"
-        if is_shared(error) or self.run.world.all_reach(place, WAIT_FOR_OTHERS_S):
+        if is_shared(error) or self.run.world.all_reach(place, ERROR_TIMEOUT_S):
             self._drop_step()
             self.saver.run_has_failed = True
             try:

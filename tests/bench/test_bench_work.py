@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -366,7 +366,7 @@ def test_ranks_are_averaged_and_kept() -> None:
     assert work.operations == 4.5e12
     assert work.mfu == pytest.approx(45e12 / 200e12)
     assert work.peak_bytes == 50 * 10**9
-    assert json.loads(json.dumps(work.to_json()))["operations_each"] == [
+    assert json.loads(json.dumps(asdict(work)))["operations_each"] == [
         RANK["operations"],
         other["operations"],
     ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep import CheckpointStore, RunConfig, fit, unwrap
-from lockstep.certify.callback import CALLBACK, reversed_samples, with_saves
+from lockstep.certify.callback import CALLBACK, reversed_samples
 from lockstep.certify.settings import RunSettings
 from lockstep.certify.trace import hash_of
 from lockstep.data.batch import MicroBatch
@@ -27,7 +27,7 @@ def asked(folder: Path, **more: object) -> RunConfig:
 def test_the_config_of_a_certified_run_is_valid(tmp_path: Path) -> None:
     settings = RunSettings(6, most_ranks=4, exact=True)
     config = settings.config(TinyTask(), asked(tmp_path, parallel="fsdp"), 2, tmp_path / "run")
-    config = with_saves(config, settings.save_step(), waits=True)
+    config = config.saving_every(settings.save_step(), waits=True)
     assert RunConfig.parse(json.loads(config.model_dump_json())) == config
     assert (config.max_steps, config.batch.global_batch_size, config.parallel) == (6, 16, "ddp")
     assert (config.checkpoint.every_steps, config.checkpoint.background) == (3, False)
@@ -102,7 +102,7 @@ def test_the_callback_leaves_checkpoints_as_they_are(num_ranks: int, tmp_path: P
             fit(task, asked(tmp_path / "unused"))
         else:
             config = settings.config(task, asked(tmp_path), num_ranks, tmp_path / "plain")
-            fit(task, with_saves(config, 2, waits=False))
+            fit(task, config.saving_every(2))
 
     run_ranks(num_ranks, train, True)
     run_ranks(num_ranks, train, False)

@@ -361,7 +361,7 @@ def test_five_lines_that_replicate_again_train_the_same_weights_on_all_ranks() -
 
 def loop_with_train_step(task: Thawing, config: RunConfig) -> str:
     """Train as docs/own_loop.md does; the change in the loss is not followed."""
-    trainer_module.WAIT_FOR_OTHERS_S = 5.0 if task.rank is None else 0.2
+    trainer_module.ERROR_TIMEOUT_S = 5.0 if task.rank is None else 0.2
     try:
         with ExitStack() as stack:
             world = stack.enter_context(World.enter("cpu", timeout_s=20))
@@ -371,13 +371,7 @@ def loop_with_train_step(task: Thawing, config: RunConfig) -> str:
             for batch in trainer.steps():
                 run.set_rate(1.0)
                 report = train_step(
-                    task.loss,
-                    run.model,
-                    run.optimizer,
-                    batch,
-                    world,
-                    trained=run.trained,
-                    exact_reducer=run.exact_reducer,
+                    task.loss, run.model, run.optimizer, batch, world, **run.step_options()
                 )
                 trainer.record_step(report, batch)
             trainer.finish()

@@ -96,9 +96,9 @@ def test_help_has_an_example(
 def test_a_terminal_gets_colours_and_no_line_too_wide(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lockstep.doctor.report import as_lines, fail, ok
+    from lockstep.doctor.report import Result, as_lines
 
-    results = [ok("a", "word " * 60), fail("longer name", "x", "y " * 80)]
+    results = [Result("a", "ok", "word " * 60), Result("longer name", "fail", "x", "y " * 80)]
     assert max(len(line) for _, line in as_lines(results, 80)) <= 80
     assert len(as_lines(results)) == 3
     doctor.show(results)

@@ -1,6 +1,7 @@
 """What a run has come to by its steps, added up only when somebody looks."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -45,6 +46,15 @@ def test_steps_do_not_pile_up_without_end(monkeypatch: pytest.MonkeyPatch) -> No
         progress.count(report(1.0, 1.0), batch(step))
         assert len(progress.pending) < 3
     assert progress.state()["epoch"]["loss"] == [7.0, 7.0]
+
+
+def test_a_pending_step_keeps_no_rows_of_its_micro_batches() -> None:
+    progress, row = Progress(), torch.ones(4)
+    progress.count(StepReport(torch.ones(4), ["part"], torch.tensor(1.0), [row]), batch(0))
+    kept = weakref.ref(row)
+    del row
+    assert progress.pending
+    assert kept() is None
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf), (1.0, math.nan)])

@@ -18,7 +18,6 @@ from lockstep.dist.environment import tool_folder
 from lockstep.errors import ConfigError
 from lockstep.harness.attach import TRACE, read_settings
 from lockstep.observe.sinks import SinkConfig
-from lockstep.run.run import Run
 from lockstep.step.report import StepReport
 
 NEVER = 10**9
@@ -52,7 +51,7 @@ class BenchCallback(Callback):
 
     def on_run_start(self, run: Any) -> None:
         """Prepare the measurement; refuse a loop that would train for real, and to its end."""
-        if not isinstance(run, Run):
+        if run.is_custom_loop:
             raise ConfigError(
                 "a loop around train_step alone cannot be measured",
                 "write the loop with prepare and a Trainer, as docs/own_loop.md shows",
@@ -78,8 +77,7 @@ class BenchCallback(Callback):
 
 def measured_config(config: RunConfig, folder: Path) -> RunConfig:
     """Return the config to measure under."""
-    seldom = {"every_epochs": None, "every_steps": NEVER}
-    return config.model_copy(
+    return config.saving_every(NEVER).model_copy(
         update={
             "output_dir": str(folder / "run"),
             "resume": "auto",
@@ -87,7 +85,5 @@ def measured_config(config: RunConfig, folder: Path) -> RunConfig:
             "max_steps": NEVER,
             "exact": False,  # its sums are not an all-reduce
             "sinks": SinkConfig(curves=False),
-            "evaluation": config.evaluation.model_copy(update=seldom),
-            "checkpoint": config.checkpoint.model_copy(update=seldom),
         }
     )

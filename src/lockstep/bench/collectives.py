@@ -5,9 +5,8 @@ Owns: measuring, starting processes for it, and the table. Does not own: the fit
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -35,10 +34,6 @@ class AllReduceTimes:
     device: str
     times: list[tuple[int, float]]
     link: Link
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the times as plain values."""
-        return asdict(self)
 
     def lines(self) -> list[str]:
         """Return the times as lines of a table."""

@@ -8,8 +8,7 @@ measurement.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from lockstep.bench.link import Link
 
@@ -88,10 +87,6 @@ class Forecast:
     """The part of buckets and small sums that does not overlap with computation."""
     late_s: float
     """The expected delay of the slowest rank."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the forecast as plain values."""
-        return asdict(self)
 
 
 def slowest_of(ranks: int) -> float:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.bench.report import Scaling
-from lockstep.observe.curves import FAINT, HELD_OUT, INK, TRAIN
-from lockstep.run_files import replacing
+from lockstep.observe.curves import HELD_OUT, INK, TRAIN, new_figure, save_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,23 +15,13 @@ if TYPE_CHECKING:
 
 def draw_scaling(report: Scaling, path: Path) -> None:
     """Draw a report into the picture `path`."""
-    # The object interface: pyplot keeps global state and must not leave the main thread.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     has_link = report.measured_link is not None
-    num_panels = 3 if has_link else 2
-    padded = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
-    figure = Figure(figsize=(5.6 * num_panels, 4.4), dpi=110, layout=padded)
-    panels = figure.subplots(1, num_panels, squeeze=False).ravel()
+    figure, panels = new_figure(1, 3 if has_link else 2)
     _draw_efficiency(panels[0], report)
     _draw_step(panels[1], report)
     if has_link:
         _draw_link(panels[2], report)
-    FigureCanvasAgg(figure)
-    with replacing(path.parent, path.name) as file:
-        figure.savefig(file, format="png")
+    save_figure(figure, path)
 
 
 def _draw_efficiency(axes: "Axes", report: Scaling) -> None:
@@ -123,12 +112,5 @@ def _draw_link(axes: "Axes", report: Scaling) -> None:
 
 
 def _prepare(axes: "Axes", title: str, across: str, up: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
-    axes.set_xlabel(across, color=INK)
+    style_axes(axes, title, across)
     axes.set_ylabel(up, color=INK)
-    axes.tick_params(colors=INK, labelsize=9, length=0)
-    axes.grid(color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
-    for name, side in axes.spines.items():
-        side.set_visible(name == "bottom")
-        side.set_color(FAINT)

@@ -160,10 +160,10 @@ class Scaling:
             ],
             "measured_link": asdict(self.measured_link) if self.measured_link else None,
             "work": [
-                {"ranks": each.ranks, **each.work.to_json()} for each in self.found if each.work
+                {"ranks": each.ranks, **asdict(each.work)} for each in self.found if each.work
             ],
             "forecasts": [
-                {"link": asdict(link), "gpus": [made.to_json() for made in at]}
+                {"link": asdict(link), "gpus": [asdict(made) for made in at]}
                 for link, at in self.forecasts
             ],
             "remarks": self.remarks,
@@ -189,7 +189,8 @@ class Scaling:
                 f"message, {link.bytes_per_s / 1e9:.3g} GB/s, fit within {100 * link.spread:.0f} %",
             ]
         for link, at in self.forecasts:
-            lines += ["", f"  forecast, {link}{_assumed(link)}"]
+            assumed = " (80 % of nominal, assumed)" if link.name in INTERCONNECTS else ""
+            lines += ["", f"  forecast, {link}{assumed}"]
             heads = ["GPUs", "step ms", "good", "bad", "samples/s", "speed-up"]
             lines.append(_cells([*heads, "efficiency", "all-reduce", "exposed", "slowest rank"]))
             lines += [_forecast_line(made) for made in at]
@@ -318,10 +319,6 @@ def input_lines(found: Measured) -> list[str]:
 
 def _cells(words: Sequence[str]) -> str:
     return "  " + "".join(f"{word:>15}" if n > 6 else f"{word:>12}" for n, word in enumerate(words))
-
-
-def _assumed(link: Link) -> str:
-    return " (80 % of nominal, assumed)" if link.name in INTERCONNECTS else ""
 
 
 def _ms(seconds: float) -> str:

@@ -4,8 +4,6 @@ Owns: the folder of a measurement and its runs. Does not own: measuring in a ran
 or reading the figures (`measured.py`).
 """
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,10 +12,9 @@ from pathlib import Path
 
 from lockstep.bench.measured import Measured
 from lockstep.bench.settings import CALLBACK, BenchSettings
-from lockstep.errors import LaunchError
 from lockstep.harness.attach import attached
 from lockstep.harness.command import ending_on_signals
-from lockstep.harness.runs import CommandRuns
+from lockstep.harness.runs import CommandRuns, runs_folder
 
 
 class BenchRuns(CommandRuns):
@@ -47,14 +44,5 @@ def bench_runs(
     words: Sequence[str], limit_s: float, threads: int, report: Callable[[str, float], None]
 ) -> Iterator[BenchRuns]:
     """Yield the runs of a command; their folder is kept only if one of them fails."""
-    folder = Path(tempfile.mkdtemp(prefix="lockstep_bench_"))
-    is_kept = False
-    try:
-        with ending_on_signals():
-            yield BenchRuns(words, folder, limit_s=limit_s, threads=threads, report=report)
-    except LaunchError:
-        is_kept = any(folder.glob("*/output*.txt"))
-        raise
-    finally:
-        if not is_kept:
-            shutil.rmtree(folder, ignore_errors=True)
+    with runs_folder("bench") as folder, ending_on_signals():
+        yield BenchRuns(words, folder.path, limit_s=limit_s, threads=threads, report=report)

@@ -6,7 +6,7 @@ not own: any measurement (`profiled_steps.py`), or the words (`report.py`).
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -80,10 +80,6 @@ class Work:
             kinds=_shares(rank["kinds_s"] for rank in ranks),
             names=first["names"],
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return asdict(self)
 
 
 def _shares(parts: Any) -> dict[str, float]:

@@ -23,7 +23,6 @@ from lockstep.dist.environment import tool_folder
 from lockstep.errors import ConfigError
 from lockstep.harness.attach import KILLED, TRACE, read_settings
 from lockstep.nested import map_leaves
-from lockstep.run.run import Run
 from lockstep.step.report import StepReport
 from lockstep.task import Task
 
@@ -51,9 +50,9 @@ class CertifyCallback(Callback):
         self.combines_ranks = self.settings.most_ranks > 0 and combines_ranks(task, config)
         return config
 
-    def on_run_start(self, run: RunView) -> None:
+    def on_run_start(self, run: Any) -> None:
         """Choose when the run saves and evaluates, and begin its trace."""
-        if not isinstance(run, Run):
+        if run.is_custom_loop:
             raise ConfigError(
                 "a loop around train_step alone leaves nothing to compare",
                 "write the loop with prepare and a Trainer, as docs/own_loop.md shows",
@@ -61,7 +60,7 @@ class CertifyCallback(Callback):
         kills = self.settings.kills and not (self.folder / KILLED).exists()
         save_step = self.settings.save_step(run.contract.plan.steps_per_epoch)
         self.kill_step = save_step + 1 if kills and run.world.is_first else 0
-        run.config = with_saves(run.config, save_step, waits=kills)
+        run.config = run.config.saving_every(save_step, waits=kills)
         run.held_out = first_samples(run.held_out) if self.settings.evaluates else None
         self.tracer = Tracer(run, self.folder / TRACE, self.settings.steps, self.combines_ranks)
         self.tracer.write_start()
@@ -94,18 +93,6 @@ class CertifyCallback(Callback):
         if not run.uses_task_loss:
             return Cut("a custom loop takes its own steps")
         return measure_cut(run, batch)
-
-
-def with_saves(config: RunConfig, every_steps: int, *, waits: bool) -> RunConfig:
-    """Return a config that saves and evaluates at these steps, and perhaps waits for each save."""
-    often = {"every_epochs": None, "every_steps": every_steps}
-    saving = often | ({"background": False} if waits else {})
-    return config.model_copy(
-        update={
-            "evaluation": config.evaluation.model_copy(update=often),
-            "checkpoint": config.checkpoint.model_copy(update=saving),
-        }
-    )
 
 
 def first_samples(data: Any) -> Any:

@@ -5,7 +5,7 @@ Owns: the two proofs, resume and parity. Does not own: starting a run (`runs.py`
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class Certificate:
             "steps": self.steps,
             "proof": self.proof,
             "batch_size": {str(ranks): size for ranks, size in self.batch_sizes.items()},
-            "finding": self.finding.to_json() if self.finding else None,
+            "finding": asdict(self.finding) if self.finding else None,
             "compared": {column.title: column.compared for column in self.columns},
             "verdicts": {column.title: column.cells for column in self.columns},
             "tolerance": self.rounding.to_json() if self.rounding else {},

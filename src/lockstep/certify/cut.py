@@ -9,7 +9,7 @@ on every number of ranks, but not the mean over the global batch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,10 +63,6 @@ class Cut:
     """Their loss in three micro-batches."""
     ratio: float = 0.0
     """Largest ratio of the numbers of units in two of the three micro-batches."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return asdict(self)
 
 
 def measure_cut(run: Run, batch: StepBatch) -> Cut:

@@ -4,8 +4,6 @@ Owns: the folder of all runs, and what a killed run must have left there. Does n
 (`lockstep.harness`), which runs are started, and the verdict (`certificate.py`).
 """
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -14,9 +12,9 @@ from pathlib import Path
 from lockstep.certify.callback import CALLBACK
 from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
 from lockstep.certify.settings import RunSettings
-from lockstep.errors import ConfigError, LaunchError
+from lockstep.errors import ConfigError
 from lockstep.harness.attach import KILLED, TRACE, attached
-from lockstep.harness.runs import CommandRuns
+from lockstep.harness.runs import CommandRuns, runs_folder
 
 
 def certify_command(
@@ -43,31 +41,27 @@ def certify_command(
     Returns:
         The certificate, and the folder of traces and output if something differs.
     """
-    folder = Path(tempfile.mkdtemp(prefix="lockstep_certify_"))
-    runs = CommandRuns(
-        words, folder, partial(attached, callback=CALLBACK), limit_s=limit_s, tell=report_run
-    )
+    with runs_folder("certify") as folder:
+        runs = CommandRuns(
+            words,
+            folder.path,
+            partial(attached, callback=CALLBACK),
+            limit_s=limit_s,
+            tell=report_run,
+        )
 
-    def run_command(name: str, settings: RunSettings, ranks: int) -> Path:
-        ended = runs.run(name, ranks, asdict(settings))
-        if settings.kills:
-            check_killed(ended, settings)
-        return ended
+        def run_command(name: str, settings: RunSettings, ranks: int) -> Path:
+            ended = runs.run(name, ranks, asdict(settings))
+            if settings.kills:
+                check_killed(ended, settings)
+            return ended
 
-    is_kept = False
-    try:
         if gpus:
             certificate = certify_parity(run_command, gpus, steps, exact=exact)
         else:
             certificate = certify_resume(run_command, steps, evaluates=evaluates)
-        is_kept = certificate.finding is not None
-    except LaunchError:
-        is_kept = True
-        raise
-    finally:
-        if not is_kept:
-            shutil.rmtree(folder, ignore_errors=True)
-    return certificate, folder if is_kept else None
+        folder.is_kept = certificate.finding is not None
+    return certificate, folder.path if folder.is_kept else None
 
 
 def check_killed(folder: Path, settings: RunSettings) -> None:

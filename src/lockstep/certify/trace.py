@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Tracer:
 
     def write_cut(self, cut: Cut) -> None:
         """Write the loss of samples in other micro-batches."""
-        self._write("cut", {"cut": cut.to_json()})
+        self._write("cut", {"cut": asdict(cut)})
 
     def receive(self, batch: StepBatch) -> None:
         """Hash a batch before the step can change it."""

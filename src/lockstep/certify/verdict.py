@@ -9,7 +9,7 @@ and of modules).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.certify.compare import Comparison, Difference
@@ -88,10 +88,6 @@ class Finding:
     remedy: str
     place: int | None = None
     names: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return asdict(self)
 
 
 def find_cause(compared: Comparison, context: Context) -> Finding | None:

@@ -33,6 +33,7 @@ from lockstep.checkpoint import generation
 from lockstep.checkpoint.layout import (
     MANIFEST,
     STEP_FOLDER,
+    Checkpoint,
     Written,
     flush_folder,
     plain_name,
@@ -41,8 +42,7 @@ from lockstep.checkpoint.layout import (
     write_manifest,
     write_share,
 )
-from lockstep.checkpoint.layout import Checkpoint as Checkpoint
-from lockstep.checkpoint.lock import FolderLock as FolderLock
+from lockstep.checkpoint.lock import FolderLock
 from lockstep.checkpoint.state import Share, load_model_state, load_optimizer, share_of, snapshot
 from lockstep.dist.agreement import together
 from lockstep.dist.ddp import sync_buffers, unwrap
@@ -214,10 +214,8 @@ class CheckpointStore:
             CheckpointError: a checkpoint cannot be renamed.
         """
         for path in self.folder.glob(".replaced_*"):
-            try:
+            with _reported(f"cannot rename {path}", CHECK_FOLDER):
                 self._restore(path)
-            except OSError as error:
-                raise CheckpointError(f"cannot rename {path}: {error}", CHECK_FOLDER) from error
 
     def _restore(self, hidden: Path) -> None:
         """Rename a replaced checkpoint back, unless the new one was committed."""
@@ -244,10 +242,8 @@ class CheckpointStore:
             if is_taken or alias == "lock" or STEP_FOLDER.fullmatch(alias):
                 problem = f"{link} cannot be used as the name of a checkpoint"
                 raise CheckpointError(problem, "use a name such as best_model.pt")
-            try:
+            with _reported(f"cannot create {link}", CHECK_FOLDER):
                 self._point(link, target.name)
-            except OSError as error:
-                raise CheckpointError(f"cannot create {link}: {error}", CHECK_FOLDER) from error
         return link
 
     def aliases(self) -> dict[str, str]:
@@ -444,16 +440,12 @@ class CheckpointStore:
         Raises:
             CheckpointError: the claim cannot be written.
         """
-        try:
+        with _reported(f"cannot take over {self.folder}", CHECK_FOLDER):
             accepted = self._accepted()
             steps = {step for step in accepted if step <= resumed_from}
             steps |= {resumed_from} & set(self.steps())  # the user may have chosen a stale one
             above = max([0, *accepted.values()])
             self.generation = generation.claim(self.folder, above, steps).number
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot take over {self.folder}: {error}", CHECK_FOLDER
-            ) from error
         return self.generation
 
     def set_stale_aside(self) -> list[Path]:
@@ -497,21 +489,13 @@ class CheckpointStore:
         for old in map(self.path, reversed(steps)):
             names = (old.with_name(f"superseded_{n}_{old.name}") for n in itertools.count(1))
             new = next(name for name in names if not os.path.lexists(name))
-            try:
+            with _reported(f"cannot rename {old} to {new.name}", CHECK_FOLDER):
                 self._raise_if_taken_over()
                 os.rename(old, new)
                 flush_folder(self.folder)
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot rename {old} to {new.name}: {error}", CHECK_FOLDER
-                ) from error
             moved.append(new)
-        try:
+        with _reported(f"cannot update the links in {self.folder}", CHECK_FOLDER):
             self._update_aliases()
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot update the links in {self.folder}: {error}", CHECK_FOLDER
-            ) from error
         return moved
 
     def _update_aliases(self) -> None:
@@ -529,12 +513,11 @@ class CheckpointStore:
                     self._point(self.folder / link.name, newest.name)
 
     def _entries(self) -> list[os.DirEntry[str]]:
-        try:
-            return [e for e in os.scandir(self.folder) if not e.name.startswith(".")]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"cannot list {self.folder}: {error}", CHECK_FOLDER) from error
+        with _reported(f"cannot list {self.folder}", CHECK_FOLDER):
+            try:
+                return [e for e in os.scandir(self.folder) if not e.name.startswith(".")]
+            except FileNotFoundError:
+                return []
 
     def _is_saved(self, path: Path) -> bool:
         try:
@@ -592,12 +575,8 @@ class CheckpointStore:
     def _raise_if_taken_over(self) -> None:
         """Refuse to write after another group has taken over the folder."""
         if self.generation:
-            try:
+            with _reported(f"cannot list {self.folder}", CHECK_FOLDER):
                 generation.raise_if_taken_over(self.folder, self.generation)
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot list {self.folder}: {error}", CHECK_FOLDER
-                ) from error
 
     @contextmanager
     def _reporting_takeover(self) -> Iterator[None]:
@@ -609,10 +588,8 @@ class CheckpointStore:
             raise
 
     def _newest_generation(self) -> generation.Generation | None:
-        try:
+        with _reported(f"cannot list {self.folder}", CHECK_FOLDER):
             return generation.newest(self.folder)
-        except OSError as error:
-            raise CheckpointError(f"cannot list {self.folder}: {error}", CHECK_FOLDER) from error
 
     def _accepted(self) -> dict[int, int]:
         """Return the steps with a readable and valid manifest, each with its generation."""
@@ -672,6 +649,15 @@ def _check_parameters_are_saved(objects: Mapping[str, Any]) -> None:
                 places = {tensor.data_ptr() for tensor in tensors_in(rest)}
                 known |= {id(p) for p in trained if places and p.data_ptr() in places}
             check_registered(optimizer, known, f"what is saved with {name}", remedy)
+
+
+@contextmanager
+def _reported(problem: str, remedy: str) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{problem}: {error}", remedy) from error
 
 
 def _is_stale(checkpoint: Checkpoint, newest: generation.Generation | None) -> bool:

@@ -75,12 +75,14 @@ def collectives(
     json_file: JsonFile = None,
 ) -> None:
     """Time all-reduces of many sizes on this machine, and fit latency and bandwidth."""
+    from dataclasses import asdict
+
     from lockstep.bench.collectives import choose_ranks, measure_collectives
 
     check_places(json_file)
     times = measure_collectives(choose_ranks(gpus))
     print("\n".join(times.lines()), flush=True)
-    write(json_file, times.to_json())
+    write(json_file, asdict(times))
 
 
 @benching.command(

@@ -24,6 +24,7 @@ SUBMIT_EXAMPLE = (
 RUN_EXAMPLE = (
     "Example: lockstep run jit --gpus 2 --data_path data/train --batch_size 64 --epochs 100"
 )
+Json = Annotated[bool, typer.Option("--json", help="print a JSON object")]
 
 
 @app.command(
@@ -178,7 +179,7 @@ def rehearse(
         list[str] | None,
         typer.Option(metavar="PHASE", help="phase that is not required, e.g. validate"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
+    as_json: Json = False,
 ) -> None:
     """See a command train, validate, save, die, resume and finish, in about a minute."""
     from lockstep.cli.rehearse import rehearse as play
@@ -193,7 +194,6 @@ certifying = typer.Typer(
 app.add_typer(certifying, name="certify")
 app.add_typer(benching, name="bench")
 Steps = Annotated[int, typer.Option(help="steps of each run")]
-Json = Annotated[bool, typer.Option("--json", help="print a JSON object")]
 
 
 @certifying.command(
@@ -288,7 +288,7 @@ def doctor(
     seconds: Annotated[
         float, typer.Option(callback=check_seconds, help="time limit for checking the job")
     ] = 120,
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check this machine, and optionally a job; every failure comes with its fix."""
     from lockstep.cli.doctor import run_doctor

@@ -32,7 +32,7 @@ def plan_rows(
             {
                 "gpus": world_size,
                 "batch_size": plan.batch_size,
-                "total_batch": plan.total_batch,
+                "total_batch": plan.samples_at_once,
                 "effective_batch": plan.global_batch,
                 "steps_per_epoch": plan.steps_per_epoch,
                 "dropped": plan.dropped,

@@ -4,13 +4,11 @@ Owns: the output of a rehearsal, and its folder. Does not own: the rehearsal (`l
 """
 
 import json
-import shutil
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from lockstep.errors import ConfigError, closest
 from lockstep.harness.command import ending_on_signals
+from lockstep.harness.runs import runs_folder
 from lockstep.rehearse.rehearsal import PHASES, Phase, Rehearsal, Report
 
 
@@ -29,24 +27,18 @@ def rehearse(words: Sequence[str], limit_s: float, without: Sequence[str], as_js
             took = "" if phase.seconds is None else f"{phase.seconds:.1f} s"
             print(f"  {phase.phase:<9}{phase.verdict:<7}{took:>7}  {phase.evidence}", flush=True)
 
-    folder = Path(tempfile.mkdtemp(prefix="lockstep_rehearsal_"))
     if not as_json:
         print(f"rehearsing: {' '.join(words)}", flush=True)
-    try:
-        report = Rehearsal(words, folder, limit_s, without, print_phase).run()
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    has_passed = report.verdict == "passed"
-    if has_passed:
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        report.output = str(folder / "output.txt")
+    with runs_folder("rehearsal") as folder:
+        report = Rehearsal(words, folder.path, limit_s, without, print_phase).run()
+        folder.is_kept = report.verdict != "passed"
+    if folder.is_kept:
+        report.output = str(folder.path / "output.txt")
     if as_json:
         print(json.dumps(report.to_json()))
     else:
         print(_summary(report), flush=True)
-    return 0 if has_passed else 1
+    return 1 if folder.is_kept else 0
 
 
 def _summary(report: Report) -> str:

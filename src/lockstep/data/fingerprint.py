@@ -11,7 +11,6 @@ share.
 """
 
 import hashlib
-import json
 import math
 import multiprocessing
 import os
@@ -106,18 +105,16 @@ def check_same_samples(
     if world.size == 1 or not own:
         return True
     own = {**own, "names": {} if "samples" in own else _some_names(dataset)}
-    first = json.loads(world.all_texts(json.dumps(own) if world.is_first else "{}")[0])
+    first = world.all_values(own if world.is_first else {})[0]
     compared, difference = _compare_with_first(first, own, dataset)
-    # As JSON, because file names may contain bytes that are not UTF-8.
-    texts = world.all_texts(json.dumps([compared, difference]))
-    for rank, text in enumerate(texts):
-        difference = json.loads(text)[1]
+    found = world.all_values([compared, difference])
+    for rank, (_, difference) in enumerate(found):
         if difference:
             problem = f"ranks 0 and {rank} see different {what} samples: {difference}"
             error = ConfigError(problem, remedy)
             error.is_shared = True
             raise error
-    return all(json.loads(text)[0] for text in texts)
+    return all(compared for compared, _ in found)
 
 
 def _compare_with_first(

@@ -4,7 +4,6 @@ Owns: reading leaves (micro-batches) in order, in worker processes or in this on
 them step by step. Does not own: the order, reading a leaf, the copy to the device.
 """
 
-import json
 import logging
 import math
 from collections.abc import Generator, Iterable, Iterator
@@ -36,7 +35,7 @@ from lockstep.data.order import (
 )
 from lockstep.data.reader import Collate, LeafReader, StreamReader, build_reader, is_stream
 from lockstep.data.workers import read_in_workers
-from lockstep.dist.agreement import check_same
+from lockstep.dist.agreement import check_same, first_of_ranks
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.dist.environment import is_rehearsal
@@ -259,9 +258,7 @@ class Loader:
             return
         own = differences(saved, self._take_fingerprint(), self.dataset)
         self._saved_fingerprint = {}
-        # Not every rank reads all files, so all ranks take the first difference that one found.
-        found = map(json.loads, self._world.all_texts(json.dumps(own)))
-        change = next((text for text in found if text), "")
+        change = first_of_ranks(own, self._world)  # not every rank reads all files
         if not change:
             return
         problem = f"the training data changed since the checkpoint: {change}"

@@ -104,8 +104,7 @@ def raise_together(world: Collectives, problem: Exception | None) -> NoReturn:
     if problem is not None and is_shared(problem):  # every rank has it
         raise problem
     with _own_error_if_cut_off(problem):
-        texts = world.all_texts(json.dumps(_as_json(problem)))
-    reports = [json.loads(text) for text in texts]
+        reports = world.all_values(_as_parts(problem))
     rank, (kind, text, remedy) = next((r, report) for r, report in enumerate(reports) if report)
     if problem is not None and not isinstance(problem, LockstepError):
         problem.is_shared = True  # type: ignore[attr-defined]
@@ -127,7 +126,7 @@ def _own_error_if_cut_off(problem: Exception | None) -> Iterator[None]:
         raise problem from unreachable
 
 
-def _as_json(problem: Exception | None) -> list[str]:
+def _as_parts(problem: Exception | None) -> list[str]:
     """Return an error to send to other ranks: class name, problem and remedy; [] for None."""
     if problem is None:
         return []
@@ -169,7 +168,7 @@ def state_difference(state: Mapping[str, Any], world: Collectives) -> str:
     if world.size == 1:
         return ""
     own = {name: [contents_of(value), _shown(value)] for name, value in _values(state)}
-    return first_difference(own, world, _first_difference)
+    return first_difference(own, world, _different_key)
 
 
 def first_difference(
@@ -186,15 +185,22 @@ def first_difference(
     """
     if world.size == 1:
         return ""
-    text = json.dumps(own)
-    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=7).digest()
     label = int.from_bytes(digest, "little")
     highest, lowest = world.all_max(label, -label)
     if highest == -lowest:
         return ""
-    first = json.loads(world.all_texts(text if world.is_first else "{}")[0])
-    differences = world.all_texts(describe(first, own, world.rank))
-    return next((difference for difference in differences if difference), "")
+    first = world.all_values(own if world.is_first else {})[0]
+    return first_of_ranks(describe(first, own, world.rank), world)
+
+
+def first_of_ranks(own: T, world: Collectives) -> T:
+    """Return the first rank's value that is not empty, or an empty one. Collective.
+
+    Args:
+        own: A text, list or dict that JSON can hold.
+    """
+    return next((value for value in world.all_values(own) if value), own)
 
 
 def _values(state: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -218,7 +224,7 @@ def _shown(value: Any) -> str:
     return repr(value)[:40] if is_single else ""
 
 
-def _first_difference(first: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> str:
+def _different_key(first: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> str:
     for name in {**first, **own}:
         if name not in own:
             return f"key {name!r} is on rank 0 and not on rank {rank}"

@@ -190,7 +190,7 @@ def padded_step(plan: BatchPlan, num_steps: int) -> int | None:
 
 
 def refuse_changed_split(model: nn.Module, change: SplitChange) -> None:
-    """Refuse micro-batches of another size if the model normalises over each of them.
+    """Refuse micro-batches of a different size if the model normalises over each of them.
 
     Raises:
         ConfigError: with the samples that statistics saw and would see.
@@ -202,5 +202,5 @@ def refuse_changed_split(model: nn.Module, change: SplitChange) -> None:
         )
         seen = (was.leaf_size, now.leaf_size)
         if is_synchronised:
-            seen = (was.total_batch, now.total_batch)
+            seen = (was.samples_at_once, now.samples_at_once)
         change.raise_for_batch_norm(*seen, also=" to Loader")

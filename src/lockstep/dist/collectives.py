@@ -7,6 +7,7 @@ Methods that communicate start with `all_`. Every rank must call them, in the sa
 otherwise the group waits for the rank that did not.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,13 @@ class Collectives:
             return [text]
         local = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
         return [bytes(part[:-1].tolist()).decode() for part in self.all_parts(local)]
+
+    def all_values(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order. Collective.
+
+        It travels as JSON, which holds file names that are not UTF-8, too.
+        """
+        return [json.loads(text) for text in self.all_texts(json.dumps(value))]
 
     def all_gather(self, local: Tensor) -> Tensor:
         """Concatenate `local` over ranks along its first axis, in rank order. Collective.

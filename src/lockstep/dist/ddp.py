@@ -64,7 +64,7 @@ class GradientConfig(BaseModel):
 def replicate(
     model: nn.Module,
     world: Collectives,
-    way: "Averaging | ExactReducer | None" = None,
+    averaging: "Averaging | ExactReducer | None" = None,
     bucket_mb: int | None = None,
 ) -> nn.Module:
     """Put `model` on this rank's device; with several ranks, average its gradients.
@@ -75,7 +75,7 @@ def replicate(
     returned unchanged.
 
     Args:
-        way: How gradients are averaged; by default as before, or with an `Averaging`. An
+        averaging: How gradients are averaged; by default as before, or with an `Averaging`. An
             `ExactReducer` sums them to the same bits on any number of ranks.
 
     Raises:
@@ -91,15 +91,15 @@ def replicate(
             )
     if is_sharded(model):
         return model
-    if isinstance(model, Replica) and way is None:
-        way = model.exchanges
+    if isinstance(model, Replica) and averaging is None:
+        averaging = model.exchanges
     check_same_model(unwrap(model), world)
     model = unwrap(model).to(world.device)
-    if isinstance(way, ExactReducer):
-        way.set_model(model)
+    if isinstance(averaging, ExactReducer):
+        averaging.set_model(model)
     if world.size == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
-    return Replica(model, world, way or Averaging(world), bucket_mb)
+    return Replica(model, world, averaging or Averaging(world), bucket_mb)
 
 
 class Replica(DistributedDataParallel):

@@ -108,6 +108,9 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
         raise _contradiction(env, f"{shown(head)} is not the name or address of a host")
     if size > 1 and not (head and port):
         raise _contradiction(env, f"{size} processes need MASTER_ADDR and MASTER_PORT")
+    if has_agent:
+        is_ours = env.get(LAUNCH_ID) == env["TORCHELASTIC_RUN_ID"]
+        launcher = "lockstep launch" if is_ours else "torchrun"
     return Launch(
         rank=rank,
         size=size,
@@ -115,15 +118,10 @@ def detect_launch(env: Mapping[str, str], local_rank_argument: int | None = None
         local_size=local_size or size,
         head=head or "localhost",
         port=port_number,
-        launcher=_agent_name(env) if has_agent else launcher,
+        launcher=launcher,
         has_agent=has_agent,
         **_started(env),
     )
-
-
-def _agent_name(env: Mapping[str, str]) -> str:
-    is_ours = env.get(LAUNCH_ID) == env["TORCHELASTIC_RUN_ID"]
-    return "lockstep launch" if is_ours else "torchrun"
 
 
 def check_size(launch: Launch, env: Mapping[str, str]) -> None:

@@ -25,14 +25,14 @@ def shard(
     model: nn.Module,
     world: Collectives,
     blocks: Iterable[nn.Module] = (),
-    via: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Shard the parameters of `model` in place, and put them on the ranks' devices. Collective.
 
     A block is gathered only while it computes; parameters outside of blocks, while the model
     does. All ranks start from the first rank's weights. A parameter that is a single number is
-    not sharded. Gradients are rounded to `via`, if given, before they are sent and averaged. On
-    a single rank nothing is sharded.
+    not sharded. Gradients are rounded to `reduce_dtype`, if given, before they are sent and
+    averaged. On a single rank nothing is sharded.
 
     Raises:
         ConfigError: two blocks share a parameter.
@@ -46,7 +46,10 @@ def shard(
     single = {parameter for parameter in named.values() if not parameter.dim()}
     # Use the existing group: if it is gloo on GPUs, torch would make another one with NCCL.
     mesh = DeviceMesh.from_group(group.WORLD, world.device.type)  # type: ignore[arg-type]
-    form: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=via)}
+    form: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+    }
     for part in (*_innermost_first(model, blocks), model):
         for parameter in part.parameters():
             if not is_dtensor(parameter):  # one block at a time, because all may not fit

@@ -102,7 +102,7 @@ def weights_difference(
     if world.size == 1:
         return ""
     settings = _settings(optimizers, modules)  # compared first: they may be why weights differ
-    return first_difference({**settings, **_checksums(modules)}, world, _first_difference)
+    return first_difference({**settings, **_checksums(modules)}, world, _different_entry)
 
 
 def check_same_weights(
@@ -214,13 +214,13 @@ def _dotted(above: str, name: str) -> str:
 
 
 def _refuse_difference(what: str, own: Mapping[str, str], world: Collectives, remedy: str) -> None:
-    if difference := first_difference(own, world, _first_difference):
+    if difference := first_difference(own, world, _different_entry):
         error = ConfigError(f"ranks {what}: {difference}", remedy)
         error.is_shared = True
         raise error
 
 
-def _first_difference(first: Mapping[str, str], own: Mapping[str, str], rank: int) -> str:
+def _different_entry(first: Mapping[str, str], own: Mapping[str, str], rank: int) -> str:
     for name in {**first, **own}:
         if name not in own:
             return f"{name} ({first[name]}) is on rank 0 and not on rank {rank}"

@@ -49,7 +49,7 @@ class TrainedParameters:
 
     def changes(self) -> tuple[list[str], list[str]]:
         """Return the names of newly trained parameters, and of those no longer trained."""
-        return differences(self.names, self._names_now())
+        return name_changes(self.names, self._names_now())
 
     def check(self) -> None:
         """Refuse a step after a change of the trained parameters.
@@ -82,10 +82,10 @@ class TrainedParameters:
         return [p for group in groups for p in group["params"]]
 
 
-def differences(then: Sequence[str], now: Sequence[str]) -> tuple[list[str], list[str]]:
+def name_changes(then: Sequence[str], now: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the names that are new, and those that are gone.
 
-    >>> differences(["a", "b"], ["b", "c"])
+    >>> name_changes(["a", "b"], ["b", "c"])
     (['c'], ['a'])
     """
     before = set(then)

@@ -7,16 +7,13 @@ only before they are used (`ddp.sync_buffers`).
 
 import json
 
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.dist.agreement import RUNNING_STATISTICS
+from lockstep.dist.buffer_places import Mark, Place, buffer_places
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.ddp import all_tensors_from_first
-from lockstep.torch_compat.private import (
-    NORMS_WITH_STATISTICS,
-    check_write_counter,
-    num_writes,
-)
+from lockstep.torch_compat.private import NORMS_WITH_STATISTICS, check_write_counter
 
 
 class TrainingBuffers:
@@ -27,16 +24,11 @@ class TrainingBuffers:
 
     def __init__(self, model: nn.Module, world: Collectives) -> None:
         self._world = world
-        self._places: dict[str, tuple[nn.Module, str]] = {}
-        """Module and attribute of each buffer by name: a forward pass may assign a new tensor."""
-        for above, module in model.named_modules() if world.size > 1 else ():
-            for name, _ in module.named_buffers(recurse=False):
-                is_norm = isinstance(module, NORMS_WITH_STATISTICS)
-                if not (is_norm and name in RUNNING_STATISTICS):
-                    self._places[f"{above}.{name}" if above else name] = module, name
+        places = buffer_places(model) if world.size > 1 else {}
+        self._places = {name: p for name, p in places.items() if not _is_statistic(p)}
         if self._places:
             check_write_counter()
-        self._before: dict[str, tuple[Tensor | None, int]] = {}
+        self._before: dict[str, Mark] = {}
         self._changed: set[str] = set()
         """The buffers that steps have changed on this rank."""
         self._reported: dict[str, str] = {}
@@ -50,13 +42,12 @@ class TrainingBuffers:
 
     def begin_step(self) -> None:
         """Remember the buffers before the forward passes of a step."""
-        self._before = {name: self._state(name) for name in self._places}
+        self._before = {name: place.mark() for name, place in self._places.items()}
 
     def end_step(self) -> None:
         """Note which buffers the step has changed."""
-        for name, (buffer, version) in self._before.items():
-            now, version_now = self._state(name)
-            if now is not buffer or version_now != version:
+        for name, before in self._before.items():
+            if self._places[name].mark().differs(before):
                 self._changed.add(name)
         self._before = {}
 
@@ -77,7 +68,7 @@ class TrainingBuffers:
 
     def synchronise(self) -> None:
         """Give every rank the first rank's copy of the agreed buffers. Collective."""
-        buffers = [self._state(name)[0] for name in self._synchronised]
+        buffers = [self._places[name].mark().buffer for name in self._synchronised]
         if buffers:
             all_tensors_from_first([b for b in buffers if b is not None], self._world)
 
@@ -86,11 +77,10 @@ class TrainingBuffers:
 
     def _form(self, name: str) -> str:
         """Return the shape and type of a buffer; "" if this rank has no buffer of the name."""
-        buffer = self._state(name)[0] if name in self._places else None
+        buffer = self._places[name].mark().buffer if name in self._places else None
         return "" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
 
-    def _state(self, name: str) -> tuple[Tensor | None, int]:
-        """Return a buffer and the number of writes to it."""
-        module, own_name = self._places[name]
-        buffer = getattr(module, own_name, None)
-        return buffer, -1 if buffer is None else num_writes(buffer)
+
+def _is_statistic(place: Place) -> bool:
+    is_norm = isinstance(place.module, NORMS_WITH_STATISTICS)
+    return is_norm and place.attribute in RUNNING_STATISTICS

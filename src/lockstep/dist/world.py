@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.callback import SAME_CALLBACKS, Callback, Callbacks, load_callbacks
+from lockstep.callback import Callback, Callbacks, collect_callbacks, load_callbacks
 from lockstep.custom_loop import CustomLoop
 from lockstep.dist import position
-from lockstep.dist.agreement import check_same, together
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.ddp import Averaging, replicate, sync_buffers
 from lockstep.dist.detect import Launch, check_size, detect_launch
@@ -123,9 +122,7 @@ class World(Collectives):
     def attach(self, callbacks: Sequence[Callback]) -> None:
         """Add callbacks, and those that LOCKSTEP_CALLBACKS names. Collective."""
         named = callback_names()
-        both = together(self, lambda: Callbacks([*callbacks, *load_callbacks(named)]))
-        names = ", ".join(name for name, _ in both.named())
-        check_same("callbacks", names or "none", self, SAME_CALLBACKS)
+        both = collect_callbacks(self, lambda: [*callbacks, *load_callbacks(named)])
         self.callbacks = both
         self.custom_loop = CustomLoop(self, both) if both else None
 
@@ -150,7 +147,7 @@ class World(Collectives):
         if own is not None and self._made is own.group:
             leave_group()
 
-    def stay(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def keep_group(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Keep the group for the next run of this process; for `ExitStack.push`.
 
         After an error that other ranks may not have, the next `enter` makes a new group: in the
@@ -164,7 +161,7 @@ class World(Collectives):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.stay(kind, error, trace)
+        self.keep_group(kind, error, trace)
         own = own_group()
         if own is None or not own.has_failed:
             self.leave()
@@ -175,12 +172,14 @@ class World(Collectives):
             f"{self.local_size}, {self.device}, {self.launcher} on {socket.gethostname()})"
         )
 
-    def replicate(self, model: nn.Module, way: Averaging | ExactReducer | None = None) -> nn.Module:
+    def replicate(
+        self, model: nn.Module, averaging: Averaging | ExactReducer | None = None
+    ) -> nn.Module:
         """Put `model` on this rank's device and average its gradients over ranks. Collective.
 
         Call it again with the result after changing `requires_grad` of a parameter.
         """
-        return replicate(model, self, way)
+        return replicate(model, self, averaging)
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Give every rank the first rank's buffers, such as running statistics. Collective."""

@@ -28,10 +28,9 @@ from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock
 from lockstep.checkpoint.layout import flush_folder, num_bytes
 from lockstep.config import RunConfig
 from lockstep.data.batch import StepBatch
-from lockstep.data.loader import STREAM_LENGTH, Loader
-from lockstep.data.order import leaves_of, num_leaves_of
+from lockstep.data.loader import STREAM_LENGTH
+from lockstep.data.order import leaves_of
 from lockstep.data.reader import build_reader, is_stream
-from lockstep.dist.batch_norm import padded_step, refuse_padding
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.environment import launched_rank, leave_process, tool_folder
 from lockstep.dist.fsdp import is_sharded, local_rows
@@ -44,14 +43,10 @@ from lockstep.observe.events import log_name
 from lockstep.observe.sinks import SinkConfig
 from lockstep.phases import Phase
 from lockstep.plan import BatchConfig, BatchPlan, Contract, RateConfig, plan_batches, scaled_rate
+from lockstep.run.build import build_loader, check_model, plan_run
 from lockstep.run.resume import (
-    agree_on_contract,
     changed_data,
-    changed_settings,
-    check_batch_norm,
     choose_checkpoint,
-    contract_or_refusal,
-    free_settings,
     take_fingerprints,
 )
 from lockstep.run.run import Run
@@ -66,7 +61,7 @@ MEASURE_S = 3.0
 WARM_UP_S = 30.0
 """If the first step takes longer than this, it is measured although it includes the warm-up."""
 MAX_STEPS = 20
-OTHERS_S = 10.0
+LEAVE_TIMEOUT_S = 10.0
 """How long a rank waits for the others before it exits."""
 FAR_AWAY = 10**6
 """Maximum steps of a trial. It stops long before, so that nothing is due at its end."""
@@ -90,6 +85,7 @@ PHASE_NAMES: dict[Phase, str] = {
 class DoctorCallback(Callback):
     """One rank's trial of a job."""
 
+    communicates = True
     world: World
     task: Task
     config: RunConfig
@@ -122,7 +118,7 @@ class DoctorCallback(Callback):
             self.found.passed.append(phase)
             self.found.write(self.file)
 
-    def fail(self, phase: str, error: BaseException) -> None:
+    def note_failure(self, phase: str, error: BaseException) -> None:
         """Record that a phase failed, and why."""
         found = self.found
         found.phase = phase
@@ -139,7 +135,7 @@ class DoctorCallback(Callback):
         try:
             return action()
         except Exception as error:
-            self.fail(phase, error)
+            self.note_failure(phase, error)
             leave_process(1)
 
     def on_phase(self, phase: Phase, begins: bool) -> None:
@@ -158,7 +154,7 @@ class DoctorCallback(Callback):
         if error is not None and error is not outer:
             if phase == "build model" and isinstance(error, CheckpointError):
                 name = "resume"  # it is restored there
-            self.fail(
+            self.note_failure(
                 "data" if phase == "find checkpoint" and is_about_data(error) else name, error
             )
             leave_process(1)
@@ -191,8 +187,8 @@ class DoctorCallback(Callback):
         scratch = ""
         if world.is_first:
             scratch = self._check_folder()
-        shared = world.all_texts(json.dumps([scratch, found.free_disk_bytes]))[0]
-        found.scratch, found.free_disk_bytes = json.loads(shared)
+        of_first = world.all_values([scratch, found.free_disk_bytes])[0]
+        found.scratch, found.free_disk_bytes = of_first
         if found.scratch:
             self.check("resume", self._find_checkpoint)
             self.end("resume")
@@ -205,7 +201,7 @@ class DoctorCallback(Callback):
         try:
             scratch = self._make_scratch()
         except LockstepError as error:  # all else can still be checked
-            self.fail("folder", error)
+            self.note_failure("folder", error)
             self.found.failed_at = 0.0
             return ""
         self.end("folder")
@@ -303,7 +299,8 @@ class DoctorCallback(Callback):
     def on_run_start(self, run: Any) -> None:
         """Check what depends on the job's real number of ranks; then time the loader."""
         found = self.found
-        if not isinstance(run, Run):
+        self.communicates = False  # later on: a vote after each step would be timed
+        if run.is_custom_loop:
             found.task = "a custom loop"
             found.device = str(run.world.device)
             found.free_memory_bytes = free_memory(run.world.device)
@@ -322,42 +319,20 @@ class DoctorCallback(Callback):
         self.check("loader", lambda: self._time_loader(run))
         self.end("loader")
         run.held_out = None
-        saving = {"every_epochs": None, "every_steps": FAR_AWAY, "background": False}
-        checkpoint = run.config.checkpoint.model_copy(update=saving)
-        run.config = run.config.model_copy(update={"checkpoint": checkpoint})
+        run.config = run.config.saving_every(FAR_AWAY, waits=True)
 
     def _check_contract(self, run: Run) -> Contract:
         """Return the batch and learning rate of the job on its real number of ranks."""
         task, config, saved, found = self.task, self.config, self.checkpoint, self.found
-        data, model = run.loader.dataset, unwrap(run.model)
-        free = free_settings(saved)
-        changes = changed_settings(saved, config, task.settings(), task.may_change, free)
+        data = run.loader.dataset
+        changes = []
         if saved is not None:
             now = take_fingerprints(data, run.held_out, config.seed, saved, False)
-            changes += changed_data(saved, now, {"training": data, "held-out": run.held_out})
-        gathers = task.gathers and not config.exact
-        contract = contract_or_refusal(
-            saved,
-            config,
-            changes,
-            lambda: agree_on_contract(config, data, self.world_size, saved, gathers),
-        )
+            changes = changed_data(saved, now, {"training": data, "held-out": run.held_out})
+        contract = plan_run(task, config, data, self.world_size, saved, changes)
         plan = contract.plan
-        loader = Loader(
-            data,
-            run.world,
-            plan=plan,
-            epochs=config.epochs,
-            max_steps=config.max_steps,
-            seed=config.seed,
-            order=run.loader.order,
-            collate=task.collate,
-            config=config.loader,
-        )
-        check_batch_norm(model, saved, plan, config)
-        step = padded_step(plan, loader.total_steps)
-        if step is not None:
-            refuse_padding(model, num_leaves_of(plan, step), self.world_size)
+        loader = build_loader(task, config, data, run.world, plan)
+        check_model(unwrap(run.model), loader, saved, config)
         found.contract = contract.describe()
         found.total_steps = loader.total_steps
         found.steps_per_epoch = plan.steps_per_epoch
@@ -419,14 +394,14 @@ class DoctorCallback(Callback):
         """Start the clock."""
         self.begin("step")
         device = run.world.device
-        if not isinstance(run, Run):
+        if run.is_custom_loop:
             self._weigh(batch)
             run.world.phase.listeners.append(self.on_phase)
         if device.type == "cuda" and not self._times:
             torch.cuda.reset_peak_memory_stats(device)
         self._began = time.perf_counter()
 
-    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+    def on_step_end(self, run: Any, batch: StepBatch, report: StepReport) -> None:
         """Record a step's time, loss and memory; stop after a few seconds."""
         found, device = self.found, run.world.device
         loss = float(report.loss)
@@ -440,7 +415,7 @@ class DoctorCallback(Callback):
         found.state_bytes = state_bytes(run.model, run.optimizer)
         counted = self._times[1:] or self._times  # the first one also warms up
         found.step_s = sum(counted) / len(counted)
-        if not isinstance(run, Run):
+        if run.is_custom_loop:
             found.unchecked = CUSTOM_LOOP
             self.end("step")
             leave_process(0)
@@ -469,7 +444,7 @@ class DoctorCallback(Callback):
     def _leave(self) -> NoReturn:
         """End the process when all ranks have come here, so that none is still in a collective."""
         self.end("save")
-        self.world.all_reach("the end of the trial", OTHERS_S)
+        self.world.all_reach("the end of the trial", LEAVE_TIMEOUT_S)
         leave_process(0)
 
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lockstep.doctor import grace, job, machine, network
 from lockstep.doctor.command import Command, read_command
 from lockstep.doctor.findings import Findings
 from lockstep.doctor.machine import Driver, read_driver, visible_gpus
-from lockstep.doctor.report import Result, fail
+from lockstep.doctor.report import Result
 from lockstep.doctor.trial import try_job
 from lockstep.errors import LockstepError
 from lockstep.harness.command import POLL_S, RunningCommand
@@ -48,7 +48,7 @@ def examine(
     try:
         command = read_command(words, env, folder, num_gpus) if words else None
     except LockstepError as error:
-        problem = fail("command", error.problem, error.remedy)
+        problem = Result("command", "fail", error.problem, error.remedy)
     wanted = command.num_processes if command else num_gpus
     most = max(2, num_gpus) if num_gpus else 2
     num_ranks = min(max(2, wanted), most, MAX_RANKS)
@@ -67,39 +67,39 @@ def verdicts(examination: Examination) -> list[Result]:
     command, found = examination.command, examination.found
     here = command.num_processes if command else 0
     job_env = {**env, **command.env} if command else env
-    names = network.names_resolve(command, job_env)
-    results = [
-        machine.versions(facts),
-        machine.gpus(driver, job_env, here),
-        machine.gpus_idle(driver, job_env),
-        machine.cuda_stack(driver, facts),
-        machine.shared_memory(found, max(1, here)),
-        machine.open_files(found),
-        network.launch_variables(job_env, command),
-        network.port_free(command, job_env),
-        names,
-        network.sum_over_ranks(facts, [names]),
-    ]
-    if command is None:
-        return [*results, grace.grace_time(None, None, env)]
-    results.append(job.command_read(command))
-    if found is not None:
+    network_found = network.names_resolve(command, job_env)
+    results = {
+        "versions": machine.versions(facts),
+        "gpus": machine.gpus(driver, job_env, here),
+        "gpus idle": machine.gpus_idle(driver, job_env),
+        "cuda": machine.cuda_stack(driver, facts),
+        "shared memory": machine.shared_memory(found, max(1, here)),
+        "open files": machine.open_files(found),
+        "variables": network.launch_variables(job_env, command),
+        "port": network.port_free(command, job_env),
+        "network": network_found,
+        "all-reduce": network.sum_over_ranks(facts, network_found.status != "fail"),
+    }
+    if command is not None:
+        results["command"] = job.command_read(command)
+    if command is not None and found is not None:
         num_gpus = len(visible_gpus(driver, job_env))
-        results += [
-            job.script(command, found),
-            job.data(found),
-            job.batch_and_rate(found, command.world_size),
-            job.resume(found),
-            job.output_folder(found),
-            job.room(found),
-            job.step(found),
-            job.memory(found, command, num_gpus),
-            job.loader_speed(found, here),
-            job.workers(found, here),
-            job.communication(found, facts, command.world_size),
-            job.sinks(found, job_env),
-        ]
-    return [*results, grace.grace_time(command, found, job_env)]
+        results |= {
+            "script": job.script(command, found),
+            "data": job.data(found),
+            "batch and rate": job.batch_and_rate(found, command.world_size),
+            "resume": job.resume(found),
+            "output folder": job.output_folder(found),
+            "room": job.room(found),
+            "step": job.step(found),
+            "memory": job.memory(found, command, num_gpus),
+            "loader": job.loader_speed(found, here),
+            "workers": job.workers(found, here),
+            "communication": job.communication(found, facts, command.world_size),
+            "trackers": job.sinks(found, job_env),
+        }
+    results["grace time"] = grace.grace_time(command, found, job_env)
+    return [replace(result, name=name) for name, result in results.items()]
 
 
 def measure(env: Mapping[str, str], num_ranks: int) -> dict[str, Any]:

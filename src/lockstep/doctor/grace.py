@@ -44,14 +44,13 @@ def grace_time(
     command: Command | None, found: Findings | None, env: Mapping[str, str], ask: Ask = ask
 ) -> Result:
     """Check that a save fits between SLURM's warning and its kill."""
-    name = "grace time"
     job = env.get("SLURM_JOB_ID")
     options, script = (
         dict(command.batch if command else {}),
         command.batch_script if command else "",
     )
     if not script and not job:
-        return skip(name, "no SLURM job and no sbatch script")
+        return skip("no SLURM job and no sbatch script")
     if not script and job:
         script = ask(["scontrol", "write", "batch_script", job, "-"])
         options = batch_options(script)
@@ -68,30 +67,28 @@ def grace_time(
         option = parse_signal(asked)
         if option is None:
             says = f"{source} is not a signal and a time that SLURM understands"
-            return fail(name, says, f"{fix}120")
+            return fail(says, f"{fix}120")
         to_shell, heard, seconds = option.to_shell, option.name, option.seconds
         if heard not in HEARD:
             says = f"{source}: a run saves on {', '.join(HEARD)}; this signal just kills it"
-            return fail(name, says, f"{fix}{seconds:.0f}")
+            return fail(says, f"{fix}{seconds:.0f}")
         launcher = command.launcher if command else ""
         if heard == "USR1" and launcher in ("torchrun", "torch.distributed.launch", "accelerate"):
             says = f"{source}: {launcher} is ended by USR1 and takes its ranks along"
-            return fail(
-                name, says, f"{fix}{seconds:.0f}, or use lockstep launch, which passes it on"
-            )
+            return fail(says, f"{fix}{seconds:.0f}, or use lockstep launch, which passes it on")
         if to_shell and "trap" not in script:
             says = f"{source} reaches the batch shell alone, which does not pass it on"
-            return fail(name, says, f"{fix}{seconds:.0f}, without B:")
+            return fail(says, f"{fix}{seconds:.0f}, without B:")
         if not to_shell and script and not re.search(r"^[^#\n]*\bsrun\b", script, re.MULTILINE):
             says = f"{source} reaches what srun started, and the script has no srun"
-            return warn(name, says, "write srun before the command")
+            return warn(says, "write srun before the command")
     if found is None or not found.save_s:
-        return ok(name, f"{until}{seconds:.0f} s to save ({source}); the save was not measured")
+        return ok(f"{until}{seconds:.0f} s to save ({source}); the save was not measured")
     parts = f"{seconds_text(found.step_s)} for a step, {seconds_text(found.save_s)} for a save"
     says = (
         f"{until}{seconds:.0f} s to save ({source}), about {seconds_text(needed)} needed: "
         f"{parts}, {MARGIN_S:.0f} s spare"
     )
     if needed > seconds:
-        return fail(name, says, f"{fix}{max(60, round(2 * needed)):.0f}")
-    return ok(name, says)
+        return fail(says, f"{fix}{max(60, round(2 * needed)):.0f}")
+    return ok(says)

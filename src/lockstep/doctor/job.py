@@ -32,45 +32,42 @@ LONGER = "pass a longer --seconds, or try a smaller job"
 TRACEBACK = "run the command by itself to see the traceback"
 
 
-def _unfinished(name: str, phase: str, found: Findings) -> Result | None:
+def _unfinished(phase: str, found: Findings) -> Result | None:
     """Return why the trial did not finish `phase`; None if it did."""
     if phase in found.passed:
         return None
     if found.unchecked:
-        return skip(name, found.unchecked)
+        return skip(found.unchecked)
     failed = [p for p in PHASES if p in found.problems and p != "folder"]
     if failed:
-        return skip(name, f"not reached: {PHASE_NOUNS[failed[-1]]} failed")
+        return skip(f"not reached: {PHASE_NOUNS[failed[-1]]} failed")
     if found.timed_out_s:
         if found.phase != phase:
-            return skip(name, f"not reached in {found.timed_out_s:.0f} s")
-        return fail(
-            name, f"{PHASE_NOUNS[phase]} took longer than {found.timed_out_s:.0f} s", LONGER
-        )
-    return skip(name, "not checked")
+            return skip(f"not reached in {found.timed_out_s:.0f} s")
+        return fail(f"{PHASE_NOUNS[phase]} took longer than {found.timed_out_s:.0f} s", LONGER)
+    return skip("not checked")
 
 
-def _problem(name: str, phase: str, found: Findings, fix: str) -> Result | None:
+def _problem(phase: str, found: Findings, fix: str) -> Result | None:
     if phase in found.problems:
         problem, remedy = found.problems[phase]
-        return fail(name, problem, remedy or fix)
-    return _unfinished(name, phase, found)
+        return fail(problem, remedy or fix)
+    return _unfinished(phase, found)
 
 
 def script(command: Command, found: Findings) -> Result:
     """Check that the script gets as far as training."""
-    name = "script"
     words = " ".join(command.script)
     said = f"{words[:60]}{'...' if len(words) > 60 else ''}"
     if "script" in found.problems:
         problem, remedy = found.problems["script"]
-        return fail(name, f"{said}: {problem}", remedy or TRACEBACK)
+        return fail(f"{said}: {problem}", remedy or TRACEBACK)
     if found.unchecked and not found.task:
-        return skip(name, f"{said}: {found.unchecked}")
+        return skip(f"{said}: {found.unchecked}")
     if found.phase == "script":
-        return fail(name, f"{said}: no call of fit in {found.timed_out_s:.0f} s", LONGER)
+        return fail(f"{said}: no call of fit in {found.timed_out_s:.0f} s", LONGER)
     ranks = f", tried as {found.num_ranks} ranks" if found.num_ranks > 1 else ""
-    return ok(name, f"{said} trains {found.task!r} on {found.device}{ranks}")
+    return ok(f"{said} trains {found.task!r} on {found.device}{ranks}")
 
 
 def command_read(command: Command) -> Result:
@@ -84,69 +81,66 @@ def command_read(command: Command) -> Result:
         fix = "use torchrun in place of accelerate --cpu"
         if "not on PATH" in command.remarks[-1]:
             fix = "activate that environment"
-        return warn("command", f"{says}; {'; '.join(command.remarks)}", fix)
-    return ok("command", says)
+        return warn(f"{says}; {'; '.join(command.remarks)}", fix)
+    return ok(says)
 
 
 def data(found: Findings) -> Result:
     """Check that the data exist, and that every rank can read its first sample."""
-    name = "data"
-    if bad := _problem(name, "data", found, "correct the path in the command"):
+    if bad := _problem("data", found, "correct the path in the command"):
         return bad
     if "samples" in found.problems or (found.phase == "samples" and found.timed_out_s):
-        return _problem(name, "samples", found, "check the file of that sample") or skip(name, "")
+        return _problem("samples", found, "check the file of that sample") or skip("")
     if "samples" not in found.passed:
-        return ok(name, "opened; no sample was read")
+        return ok("opened; no sample was read")
     if found.is_stream:
-        return ok(name, "a stream, read in the order it comes")
+        return ok("a stream, read in the order it comes")
     held_out = f", {found.num_held_out} held out" if found.num_held_out else ""
     read = f", the first of each of {found.samples_read} ranks read"
-    return ok(name, f"{found.num_samples} samples{held_out}{read}")
+    return ok(f"{found.num_samples} samples{held_out}{read}")
 
 
 def batch_and_rate(found: Findings, world_size: int) -> Result:
     """Report and check the batch and the learning rate on this number of ranks."""
-    name = "batch and rate"
-    if bad := _problem(name, "contract", found, "run lockstep plan"):
+    if bad := _problem("contract", found, "run lockstep plan"):
         return bad
     rate = found.config.get("rate", {})
     says = "; ".join(found.contract)
     fixed = found.config.get("batch", {}).get("global_batch_size") or rate.get("reference_batch")
     if rate.get("lr_scaling") == "linear" and world_size > 1 and found.global_batch == fixed:
         fix = "set lr_scaling=none, or let the batch grow with the ranks"
-        return warn(name, f"{says}; the rate is scaled and the batch is not", fix)
+        return warn(f"{says}; the rate is scaled and the batch is not", fix)
     if found.warmup_steps > found.total_steps:
         says += f"; warm-up of {found.warmup_steps} steps outlasts the run of {found.total_steps}"
-        return warn(name, says, "set a shorter warm-up")
-    return ok(name, says)
+        return warn(says, "set a shorter warm-up")
+    return ok(says)
 
 
 def resume(found: Findings) -> Result:
     """Report whether the job starts from scratch or resumes, and from which checkpoint."""
-    if bad := _problem("resume", "resume", found, "use another output_dir"):
+    if bad := _problem("resume", found, "use another output_dir"):
         return bad
     if found.rejected:
         says = f"resumes from {found.resumed_from}; fell back from {'; '.join(found.rejected)}"
         fix = "check the disk, unless a save was killed"
-        return warn("resume", says, fix)
+        return warn(says, fix)
     if found.resumed_from:
-        return ok("resume", f"resumes from {found.resumed_from}")
-    return ok("resume", f"starts from scratch in {found.output_dir}")
+        return ok(f"resumes from {found.resumed_from}")
+    return ok(f"starts from scratch in {found.output_dir}")
 
 
 def output_folder(found: Findings) -> Result:
     """Check that the run can write, flush and rename files in a folder that no other run uses."""
-    name = "output folder"
     fix = "use a folder you may write to (output_dir, save_dir)"
     if found.phase == "script":
-        return _unfinished(name, "folder", found) or skip(name, "not checked")
-    if bad := _problem(name, "folder", found, fix):
+        return _unfinished("folder", found) or skip("not checked")
+    if bad := _problem("folder", found, fix):
         return bad
     says = f"written, flushed and renamed on {found.file_system or 'its file system'}"
     if found.file_system.startswith(NETWORK_FILE_SYSTEMS):
         fix = "use a folder that all nodes share, on a file system with locks"
-        return warn(name, f"{says}: a network file system", fix)
-    return ok(name, says)
+        return warn(f"{says}: a network file system", fix)
+    return ok(says)
 
 
 def checkpoints_kept(found: Findings) -> int:
@@ -165,10 +159,9 @@ def checkpoints_kept(found: Findings) -> int:
 
 def room(found: Findings) -> Result:
     """Check that all checkpoints fit on the disk."""
-    name = "room"
     if "folder" in found.problems:
-        return skip(name, "not measured: the output folder failed")
-    if bad := _problem(name, "save", found, "use another output_dir"):
+        return skip("not measured: the output folder failed")
+    if bad := _problem("save", found, "use another output_dir"):
         return bad
     kept, each = checkpoints_kept(found), found.checkpoint_bytes
     needed, free = kept * each, found.free_disk_bytes
@@ -180,10 +173,10 @@ def room(found: Findings) -> Result:
     if needed > free:
         at = f": full after {free // each}" if each else ""
         fix = "save less often (save_interval), lower keep_last, or use another disk"
-        return fail(name, says + at, fix)
+        return fail(says + at, fix)
     if needed > TIGHT_SHARE * free:
-        return warn(name, says, "save less often (save_interval), or make room")
-    return ok(name, says)
+        return warn(says, "save less often (save_interval), or make room")
+    return ok(says)
 
 
 def _is_out_of_memory(found: Findings) -> str:
@@ -197,11 +190,10 @@ def _is_out_of_memory(found: Findings) -> str:
 
 def step(found: Findings) -> Result:
     """Check that a step works, and that its loss is finite."""
-    name = "step"
     if _is_out_of_memory(found):
-        return skip(name, "not finished: see memory")
+        return skip("not finished: see memory")
     phase = "model" if "model" in found.problems else "step"
-    if bad := _problem(name, phase, found, TRACEBACK):
+    if bad := _problem(phase, found, TRACEBACK):
         return bad
     trained = f"{found.num_trained:,} of {found.num_parameters:,} parameters trained"
     took = "its first step" if found.unchecked else "a step"
@@ -212,8 +204,8 @@ def step(found: Findings) -> Result:
     )
     if found.loss in ("nan", "inf", "-inf"):
         fix = "lower the learning rate, set precision=fp32, and check the samples"
-        return fail(name, f"{says}: non-finite after {found.num_steps} steps", fix)
-    return ok(name, says)
+        return fail(f"{says}: non-finite after {found.num_steps} steps", fix)
+    return ok(says)
 
 
 def memory_per_rank(found: Findings, world_size: int) -> int:
@@ -232,14 +224,13 @@ def memory_per_rank(found: Findings, world_size: int) -> int:
 
 def memory(found: Findings, command: Command, num_gpus: int = 0) -> Result:
     """Check that a step fits into the free memory."""
-    name = "memory"
     if problem := _is_out_of_memory(found):
         has = f"{bytes_text(found.free_memory_bytes)} free on {found.device}"
-        return fail(name, f"{has}: {problem}", SMALLER_BATCH)
+        return fail(f"{has}: {problem}", SMALLER_BATCH)
     if "step" not in found.passed:
         if "step" in found.problems or "model" in found.problems:
-            return skip(name, "not reached: a step failed")
-        return _unfinished(name, "step", found) or skip(name, "not checked")
+            return skip("not reached: a step failed")
+        return _unfinished("step", found) or skip("not checked")
     here = command.num_processes
     sharing = here if found.device == "cpu" else -(-here // max(1, num_gpus))
     per_rank = memory_per_rank(found, command.world_size)
@@ -252,19 +243,18 @@ def memory(found: Findings, command: Command, num_gpus: int = 0) -> Result:
     if found.is_sharded and command.world_size > found.num_ranks:
         says += f", estimated from {found.num_ranks} ranks"
     if needed > free:
-        return fail(name, says, SMALLER_BATCH)
+        return fail(says, SMALLER_BATCH)
     if needed > TIGHT_SHARE * free:
-        return warn(name, says, SMALLER_BATCH)
-    return ok(name, says)
+        return warn(says, SMALLER_BATCH)
+    return ok(says)
 
 
 def loader_speed(found: Findings, num_processes: int, num_cores: int | None = None) -> Result:
     """Check that reading is as fast as the steps."""
-    name = "loader"
-    if bad := _problem(name, "loader", found, TRACEBACK):
+    if bad := _problem("loader", found, TRACEBACK):
         return bad
     if "step" not in found.passed:
-        return skip(name, f"{seconds_text(found.read_s)} to read a step, with no step to compare")
+        return skip(f"{seconds_text(found.read_s)} to read a step, with no step to compare")
     cores = num_cores or os.cpu_count() or 1
     workers = found.config.get("loader", {}).get("num_workers", 0)
     each = max(1, workers)
@@ -283,35 +273,34 @@ def loader_speed(found: Findings, num_processes: int, num_cores: int | None = No
     fix = f"set num_workers={enough}, or make samples cheaper to read"
     slows = read > found.step_s or (not workers and read > 0.2 * found.step_s)
     if slows and read > found.step_s:
-        return warn(name, f"{says}: reading limits", fix)
+        return warn(f"{says}: reading limits", fix)
     if slows:
-        return warn(name, f"{says}: without workers, a rank reads and trains in turn", fix)
-    return ok(name, f"{says}: the step limits")
+        return warn(f"{says}: without workers, a rank reads and trains in turn", fix)
+    return ok(f"{says}: the step limits")
 
 
 def workers(found: Findings, num_processes: int, num_cores: int | None = None) -> Result:
     """Check that there are cores for all loader workers."""
     if not found.config:
-        return _unfinished("workers", "contract", found) or skip("workers", "not checked")
+        return _unfinished("contract", found) or skip("not checked")
     cores = num_cores or os.cpu_count() or 1
     each = found.config.get("loader", {}).get("num_workers", 0)
     says = f"{num_processes} x {each} loader workers on {cores} cores"
     if num_processes * each > cores:
         fix = f"set num_workers={max(1, cores // num_processes)}"
-        return warn("workers", says, fix)
-    return ok("workers", says)
+        return warn(says, fix)
+    return ok(says)
 
 
 def communication(found: Findings, facts: Mapping[str, object], world_size: int) -> Result:
     """Check that gradients are exchanged in less time than a step takes."""
-    name = "communication"
     if world_size == 1:
-        return skip(name, "one rank exchanges nothing")
+        return skip("one rank exchanges nothing")
     if "step" not in found.passed:
-        return _unfinished(name, "step", found) or skip(name, "no step to compare with")
+        return _unfinished("step", found) or skip("no step to compare with")
     total = facts.get("sum")
     if not isinstance(total, dict):
-        return skip(name, "the all-reduce was not measured")
+        return skip("the all-reduce was not measured")
     seconds = found.trained_bytes / (total["num_bytes"] / total["seconds"])
     says = (
         f"{bytes_text(found.trained_bytes)} of gradients take about {seconds_text(seconds)}, "
@@ -319,29 +308,28 @@ def communication(found: Findings, facts: Mapping[str, object], world_size: int)
     )
     if seconds > found.step_s:
         fix = "raise batch_size or accumulate: otherwise this many ranks are not faster"
-        return warn(name, says, fix)
-    return ok(name, says)
+        return warn(says, fix)
+    return ok(says)
 
 
 def sinks(
     found: Findings, env: Mapping[str, str], is_there: Callable[[str], object] | None = None
 ) -> Result:
     """Check that the trackers (TensorBoard, W&B) that the job uses are installed."""
-    name = "trackers"
     if not found.config:
-        return _unfinished(name, "contract", found) or skip(name, "not checked")
+        return _unfinished("contract", found) or skip("not checked")
     find = is_there or importlib.util.find_spec
     asked = found.config.get("sinks", {})
     wanted = [n for n in ("tensorboard", "wandb") if asked.get(n)]
     if not wanted:
-        return skip(name, "neither TensorBoard nor W&B is asked for")
+        return skip("neither TensorBoard nor W&B is asked for")
     missing = [n for n in wanted if not find(n)]
     if missing:
         fix = f"run pip install {' '.join(missing)}; the run also works without"
-        return warn(name, f"asked for, but not installed: {', '.join(missing)}", fix)
+        return warn(f"asked for, but not installed: {', '.join(missing)}", fix)
     offline = env.get("WANDB_MODE") in ("offline", "disabled")
     has_key = "WANDB_API_KEY" in env or (Path(env.get("HOME", "/")) / ".netrc").exists()
     if "wandb" in wanted and not offline and not has_key:
         fix = "set WANDB_API_KEY, or WANDB_MODE=offline"
-        return warn(name, "W&B is asked for, but no key is set", fix)
-    return ok(name, f"{' and '.join(wanted)} installed; the first rank alone writes")
+        return warn("W&B is asked for, but no key is set", fix)
+    return ok(f"{' and '.join(wanted)} installed; the first rank alone writes")

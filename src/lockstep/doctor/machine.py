@@ -112,44 +112,40 @@ def visible_gpus(driver: Driver, env: Mapping[str, str]) -> list[Gpu]:
 def gpus(driver: Driver, env: Mapping[str, str], num_processes: int = 0) -> Result:
     """Check that the GPUs that the job asks for exist."""
     if driver.problem:
-        return skip("gpus", f"{driver.problem}: runs use the CPU, with gloo")
+        return skip(f"{driver.problem}: runs use the CPU, with gloo")
     seen, wanted = visible_gpus(driver, env), env.get("CUDA_VISIBLE_DEVICES")
     asked = [word for word in (wanted or "").split(",") if word.strip()]
     if asked and asked[0] != "-1" and len(seen) < len(asked):  # -1 hides all GPUs
         return fail(
-            "gpus",
             f"CUDA_VISIBLE_DEVICES={wanted} names GPUs that are not there: {len(driver.gpus)} are",
             f"set CUDA_VISIBLE_DEVICES={','.join(str(g.index) for g in driver.gpus)}",
         )
     if not seen:
         why = f"CUDA_VISIBLE_DEVICES={wanted!r} hides all {len(driver.gpus)}"
-        return warn("gpus", f"{why}: runs use the CPU", "unset CUDA_VISIBLE_DEVICES")
+        return warn(f"{why}: runs use the CPU", "unset CUDA_VISIBLE_DEVICES")
     kinds = ", ".join(sorted({gpu.name for gpu in seen}))
     listed = f"{len(seen)} x {kinds}, {bytes_text(seen[0].total_bytes)} each"
     if num_processes > len(seen):
         return warn(
-            "gpus",
             f"{num_processes} processes share {listed}: gloo through host memory, not NCCL",
             f"start {len(seen)} processes",
         )
     errors = {gpu.index: gpu.ecc_errors for gpu in seen if gpu.ecc_errors}
     if errors:
         told = ", ".join(f"GPU {index}: {count}" for index, count in errors.items())
-        return fail(
-            "gpus", f"uncorrected memory errors: {told}", "run nvidia-smi -r, or use another GPU"
-        )
-    return ok("gpus", listed)
+        return fail(f"uncorrected memory errors: {told}", "run nvidia-smi -r, or use another GPU")
+    return ok(listed)
 
 
 def gpus_idle(driver: Driver, env: Mapping[str, str]) -> Result:
     """Check that no other process uses the GPUs."""
     seen = visible_gpus(driver, env)
     if not seen:
-        return skip("gpus idle", "no GPU to look at")
+        return skip("no GPU to look at")
     busy = [g for g in seen if g.pids or g.used_bytes > BUSY_SHARE * g.total_bytes]
     if not busy:
         used = max(gpu.used_bytes for gpu in seen)
-        return ok("gpus idle", f"at most {bytes_text(used)} in use, no other process")
+        return ok(f"at most {bytes_text(used)} in use, no other process")
     told = []
     for gpu in busy:
         who = f"processes {', '.join(map(str, gpu.pids))}" if gpu.pids else "no process shown"
@@ -157,49 +153,38 @@ def gpus_idle(driver: Driver, env: Mapping[str, str]) -> Result:
     free = [str(gpu.index) for gpu in driver.gpus if gpu not in busy]
     fix = "wait for them, or end them if they are yours"
     others = f"; idle: CUDA_VISIBLE_DEVICES={','.join(free)}" if free else ""
-    return fail("gpus idle", "; ".join(told), fix + others)
+    return fail("; ".join(told), fix + others)
 
 
 def cuda_stack(driver: Driver, facts: Mapping[str, Any]) -> Result:
     """Check that driver, CUDA, NCCL and torch fit together."""
-    name = "cuda"
     if "torch" not in facts:
-        return fail(name, f"torch cannot be imported: {facts.get('error', '')}", "install torch")
+        return fail(f"torch cannot be imported: {facts.get('error', '')}", "install torch")
     version, built = facts["torch"], facts.get("cuda")
     if driver.problem or not driver.gpus:
         if not built:
-            return skip(name, f"torch {version} is built for the CPU, and there is no GPU")
-        return skip(name, f"torch {version} is built for CUDA {built}, and there is no GPU")
+            return skip(f"torch {version} is built for the CPU, and there is no GPU")
+        return skip(f"torch {version} is built for CUDA {built}, and there is no GPU")
     newest = f"{driver.cuda[0]}.{driver.cuda[1]}"
     if not built:
         return fail(
-            name,
             f"{len(driver.gpus)} GPUs, but torch {version} is built for the CPU alone",
             f"install a torch built for CUDA {newest} or older",
         )
     major, minor = (int(part) for part in str(built).split(".")[:2])
     says = f"torch {version} needs CUDA {built}, driver {driver.version} serves up to {newest}"
     if major > driver.cuda[0]:
-        return fail(
-            name, says, f"install a newer driver, or a torch built for CUDA {newest} or older"
-        )
+        return fail(says, f"install a newer driver, or a torch built for CUDA {newest} or older")
     if not facts.get("num_visible"):
         return fail(
-            name,
             f"torch {version} (CUDA {built}) sees none of {len(driver.gpus)} GPUs",
             "run python -c 'import torch; torch.cuda.init()' to see why",
         )
     if not facts.get("nccl"):
-        return fail(
-            name, f"torch {version} has no NCCL", "install torch from pypi.org or pytorch.org"
-        )
+        return fail(f"torch {version} has no NCCL", "install torch from pypi.org or pytorch.org")
     if (major, minor) > driver.cuda:
-        return warn(
-            name, f"{says} (same major version: works without new kernels)", "update the driver"
-        )
-    return ok(
-        name, f"driver {driver.version} (CUDA {newest}), torch {version}, NCCL {facts['nccl']}"
-    )
+        return warn(f"{says} (same major version: works without new kernels)", "update the driver")
+    return ok(f"driver {driver.version} (CUDA {newest}), torch {version}, NCCL {facts['nccl']}")
 
 
 def versions(
@@ -228,13 +213,13 @@ def versions(
         bad.insert(0, f"Python {python} (needs 3.11)")
     if bad:
         fix = "run pip install --upgrade with these names, or use a newer Python"
-        return fail("versions", f"missing or too old: {', '.join(bad)}{remark}", fix)
+        return fail(f"missing or too old: {', '.join(bad)}{remark}", fix)
     has = f"Python {python}, torch {facts.get('torch', 'unknown')}"
     if missing_extras:
         has += f"; without {', '.join(missing_extras)}"
     elif wanted:
         has += ", every extra"
-    return warn("versions", has + remark, "run pip install -e .") if remark else ok("versions", has)
+    return warn(has + remark, "run pip install -e .") if remark else ok(has)
 
 
 def _requirements(tree: Path = Path(__file__).parents[3]) -> tuple[Sequence[str], str]:
@@ -260,28 +245,25 @@ def shared_memory(
     found: Findings | None = None, num_processes: int = 1, folder: Path = Path("/dev/shm")
 ) -> Result:
     """Check that shared memory has room for the batches of the loader's workers."""
-    name = "shared memory"
     try:
         space = os.statvfs(folder)
     except OSError as error:
-        return fail(
-            name, f"{folder}: {error.strerror}", "mount a tmpfs there, or set num_workers=0"
-        )
+        return fail(f"{folder}: {error.strerror}", "mount a tmpfs there, or set num_workers=0")
     free = space.f_bavail * space.f_frsize
     has = f"{bytes_text(free)} free in {folder}"
     fix = "pass docker run --shm-size=8g (or --ipc=host), or lower num_workers (0 needs none)"
     if found is None or not found.batch_bytes:
         if free < SMALL_SHM_BYTES:
-            return warn(name, f"{has}: loader workers hand their batches over there", fix)
-        return ok(name, has)
+            return warn(f"{has}: loader workers hand their batches over there", fix)
+        return ok(has)
     loader = found.config.get("loader", {})
     workers = loader.get("num_workers", 0)
     if not workers:
-        return ok(name, f"{has}; no loader workers that would use it")
+        return ok(f"{has}; no loader workers that would use it")
     queued = num_processes * workers * (loader.get("prefetch", 2) + 1)
     needed = queued * found.batch_bytes
     says = f"{has}, {bytes_text(needed)} for {queued} batches in flight"
-    return ok(name, says) if needed <= free else fail(name, says, fix)
+    return ok(says) if needed <= free else fail(says, fix)
 
 
 def open_files(found: Findings | None = None, limit: int | None = None) -> Result:
@@ -295,7 +277,7 @@ def open_files(found: Findings | None = None, limit: int | None = None) -> Resul
     needed = FILES_EACH_RANK + 8 * workers + in_flight
     says = f"{has}, about {needed} needed with {workers} workers"
     if limit != resource.RLIM_INFINITY and limit < needed:
-        return fail("open files", says, "run ulimit -n 65536")
+        return fail(says, "run ulimit -n 65536")
     if limit != resource.RLIM_INFINITY and limit < LOW_FILES:
-        return warn("open files", f"{says}; {LOW_FILES} is usual", "run ulimit -n 65536")
-    return ok("open files", says)
+        return warn(f"{says}; {LOW_FILES} is usual", "run ulimit -n 65536")
+    return ok(says)

@@ -5,7 +5,7 @@ Owns: the conditions for making a process group. Does not own: making one;
 """
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from typing import Any
 
@@ -42,7 +42,6 @@ def without_launch(env: Mapping[str, str]) -> dict[str, str]:
 
 def launch_variables(env: Mapping[str, str], command: Command | None = None) -> Result:
     """Check that the launch variables in the environment do not contradict each other."""
-    name = "variables"
     text = env.get("NCCL_TIMEOUT", "")
     starts_its_own = command is not None and command.launcher not in ("python", "env", "srun")
     set_by_hand = [n for n in LAUNCH_NAMES if n in env]
@@ -50,40 +49,35 @@ def launch_variables(env: Mapping[str, str], command: Command | None = None) -> 
         collective_timeout_s(env, 0)
         launch = detect_launch(without_launch(env) if starts_its_own else env)
     except LaunchError as error:
-        return fail(name, error.problem, error.remedy)
+        return fail(error.problem, error.remedy)
     if env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        return warn(
-            name, "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait", "unset CUDA_LAUNCH_BLOCKING"
-        )
+        return warn("CUDA_LAUNCH_BLOCKING=1 makes every kernel wait", "unset CUDA_LAUNCH_BLOCKING")
     timeout = f"; a collective may wait {text} s (NCCL_TIMEOUT)" if text else ""
     if starts_its_own:
         over = f", and replaces {', '.join(set_by_hand)}" if set_by_hand else ""
         assert command is not None
-        return ok(name, f"{command.launcher} sets its own{over}{timeout}")
+        return ok(f"{command.launcher} sets its own{over}{timeout}")
     if launch.size > 1:
         others = "all others must be started, too"
-        return ok(name, f"rank {launch.rank} of {launch.size} ({launch.launcher}): {others}")
-    return ok(name, f"none that launch anything: one process{timeout}")
+        return ok(f"rank {launch.rank} of {launch.size} ({launch.launcher}): {others}")
+    return ok(f"none that launch anything: one process{timeout}")
 
 
 def port_free(command: Command | None, env: Mapping[str, str]) -> Result:
     """Check that the rendezvous port is free."""
-    name = "port"
     if command is None:
         text = env.get("MASTER_PORT", str(DEFAULT_PORT))
         port = whole_number(text, most=65_535) or DEFAULT_PORT
         is_certain, head = "MASTER_PORT" in env, env.get("MASTER_ADDR", "localhost")
     elif command.launcher == "sbatch":
-        return skip(name, "the batch script chooses it, on another machine")
+        return skip("the batch script chooses it, on another machine")
     elif command.port is None:
         alone = command.world_size == 1
-        return ok(
-            name, "one process needs none" if alone else f"{command.launcher} takes a free one"
-        )
+        return ok("one process needs none" if alone else f"{command.launcher} takes a free one")
     else:
         port, is_certain, head = command.port, True, command.head
     if not _is_here(head):
-        return skip(name, f"the ranks meet at {head}:{port}, on another machine")
+        return skip(f"the ranks meet at {head}:{port}, on another machine")
     with closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -94,8 +88,8 @@ def port_free(command: Command | None, env: Mapping[str, str]) -> Result:
             fix = (
                 f"pass --master_port={free_port()}, or use torchrun --standalone or lockstep launch"
             )
-            return fail(name, says, fix) if is_certain else warn(name, says, fix)
-    return ok(name, f"{port} is free")
+            return fail(says, fix) if is_certain else warn(says, fix)
+    return ok(f"{port} is free")
 
 
 def _holder(port: int) -> str:
@@ -113,17 +107,13 @@ def _is_here(head: str) -> bool:
         return True
     with suppress(OSError, UnicodeError):  # UnicodeError: the name has a label that is too long
         theirs = {info[4][0] for info in socket.getaddrinfo(head, None)}
-        return bool(theirs & _own_addresses())
+        addresses = (a for found in psutil.net_if_addrs().values() for a in found)
+        return any(a.address.split("%")[0] in theirs for a in addresses)
     return True  # the next check reports a name that does not resolve
-
-
-def _own_addresses() -> set[str]:
-    return {a.address.split("%")[0] for found in psutil.net_if_addrs().values() for a in found}
 
 
 def names_resolve(command: Command | None, env: Mapping[str, str]) -> Result:
     """Check that the names of this host and of the head resolve, and that interfaces exist."""
-    name = "network"
     interfaces = psutil.net_if_addrs()
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         for word in filter(None, env.get(variable, "").split(",")):
@@ -132,7 +122,6 @@ def names_resolve(command: Command | None, env: Mapping[str, str]) -> Result:
                 continue
             if not any(i == text or (not exact and i.startswith(text)) for i in interfaces):
                 return fail(
-                    name,
                     f"{variable}={word}: no such interface; there are {', '.join(interfaces)}",
                     f"unset {variable}",
                 )
@@ -143,7 +132,7 @@ def names_resolve(command: Command | None, env: Mapping[str, str]) -> Result:
         except (OSError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or error
             fix = "use the first node's address: scontrol show hostnames, or hostname -I there"
-            return fail(name, f"the head {shown(head)} does not resolve: {why}", fix)
+            return fail(f"the head {shown(head)} does not resolve: {why}", fix)
     host = socket.gethostname()
     try:
         address = socket.getaddrinfo(host, None)[0][4][0]
@@ -151,26 +140,24 @@ def names_resolve(command: Command | None, env: Mapping[str, str]) -> Result:
         says = f"this host's own name, {host}, does not resolve"
         fix = f"add 127.0.0.1 {host} to /etc/hosts, or set GLOO_SOCKET_IFNAME=eth0"
         several = command is not None and command.num_nodes > 1
-        return fail(name, says, fix) if several else warn(name, says, fix)
+        return fail(says, fix) if several else warn(says, fix)
     up = [i for i, state in psutil.net_if_stats().items() if state.isup]
-    return ok(name, f"{host} is {address}; interfaces {', '.join(up)}")
+    return ok(f"{host} is {address}; interfaces {', '.join(up)}")
 
 
-def sum_over_ranks(facts: Mapping[str, Any], earlier: Sequence[Result] = ()) -> Result:
+def sum_over_ranks(facts: Mapping[str, Any], has_network: bool = True) -> Result:
     """Check that an all-reduce between ranks on this machine works, and how fast it is."""
-    name = "all-reduce"
-    broken = [result.name for result in earlier if result.status == "fail"]
-    if broken:
-        return skip(name, f"not tried, since {' and '.join(broken)} failed")
+    if not has_network:
+        return skip("not tried, since network failed")
     if "torch" not in facts:
-        return skip(name, "not tried without torch")
+        return skip("not tried without torch")
     total = facts.get("sum")
     if total is None:
         fix = (
             "set NCCL_DEBUG=INFO to see where it fails; set GLOO_SOCKET_IFNAME or "
             "NCCL_SOCKET_IFNAME to use another interface"
         )
-        return fail(name, f"no sum came back: {facts.get('sum_error', 'no answer in time')}", fix)
+        return fail(f"no sum came back: {facts.get('sum_error', 'no answer in time')}", fix)
     rate = total["num_bytes"] / total["seconds"]
     says = (
         f"{total['num_ranks']} ranks, {_plain(total['backend'], total['device'])}: "
@@ -178,16 +165,12 @@ def sum_over_ranks(facts: Mapping[str, Any], earlier: Sequence[Result] = ()) -> 
         f"{bytes_text(rate)}/s"
     )
     if not total["is_right"]:
-        return fail(
-            name, f"{says}, and the sum is wrong", "set NCCL_P2P_DISABLE=1, and check the GPUs"
-        )
+        return fail(f"{says}, and the sum is wrong", "set NCCL_P2P_DISABLE=1, and check the GPUs")
     if rate < SLOW_BYTES_S.get(total["backend"], 0):
         return warn(
-            name,
-            f"{says}: slow",
-            "try an idle machine; set NCCL_DEBUG=INFO; look at nvidia-smi topo -m",
+            f"{says}: slow", "try an idle machine; set NCCL_DEBUG=INFO; look at nvidia-smi topo -m"
         )
-    return ok(name, says)
+    return ok(says)
 
 
 def _plain(backend: str, device: str) -> str:

@@ -23,29 +23,30 @@ class Result:
     """One check's verdict, with the numbers it rests on."""
 
     name: str
+    """Empty until `checks.py` lists it."""
     status: Status
     evidence: str
     fix: str = ""
 
 
-def ok(name: str, evidence: str) -> Result:
+def ok(evidence: str) -> Result:
     """Return a passed check, with its evidence."""
-    return Result(name, "ok", evidence)
+    return Result("", "ok", evidence)
 
 
-def warn(name: str, evidence: str, fix: str) -> Result:
+def warn(evidence: str, fix: str) -> Result:
     """Return a warning: the job will run, but not as well as it could."""
-    return Result(name, "warn", evidence, fix)
+    return Result("", "warn", evidence, fix)
 
 
-def fail(name: str, evidence: str, fix: str) -> Result:
+def fail(evidence: str, fix: str) -> Result:
     """Return a failed check, with what to do about it."""
-    return Result(name, "fail", evidence, fix)
+    return Result("", "fail", evidence, fix)
 
 
-def skip(name: str, why: str) -> Result:
+def skip(why: str) -> Result:
     """Return a skipped check, with the reason."""
-    return Result(name, "skip", why)
+    return Result("", "skip", why)
 
 
 def exit_code(results: Sequence[Result]) -> int:
@@ -56,7 +57,7 @@ def exit_code(results: Sequence[Result]) -> int:
 def summary(results: Sequence[Result]) -> str:
     """Return the number of results of each status as text.
 
-    >>> summary([ok("a", ""), ok("b", ""), fail("c", "", ""), warn("d", "", "")])
+    >>> summary([ok(""), ok(""), fail("", ""), warn("", "")])
     '2 ok, 1 warning, 1 failed'
     """
     counts = Counter(result.status for result in results)
@@ -78,7 +79,8 @@ def as_lines(results: Sequence[Result], width: int | None = None) -> list[tuple[
 
     Without a width, evidence and fix are one line each, however long.
 
-    >>> for _, line in as_lines([ok("port", "free"), fail("data", "no folder x", "pass y")]):
+    >>> results = [Result("port", "ok", "free"), Result("data", "fail", "no folder x", "pass y")]
+    >>> for _, line in as_lines(results):
     ...     print(line)
     ok    port  free
     fail  data  no folder x

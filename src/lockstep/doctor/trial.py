@@ -20,7 +20,7 @@ from lockstep.doctor.network import without_launch
 from lockstep.harness.attach import attached, write_settings
 from lockstep.harness.command import POLL_S, RunningCommand
 from lockstep.harness.failure import Failure
-from lockstep.harness.runs import OTHERS_S, CommandRuns
+from lockstep.harness.runs import CommandRuns, let_end
 
 CALLBACK = "lockstep.doctor.callback:DoctorCallback"
 """A name, not an import: `lockstep doctor` itself does not import torch."""
@@ -96,10 +96,8 @@ def _wait(commands: Sequence[RunningCommand], deadline: float) -> bool:
             command.note_children()
         if None not in codes:
             return True
-        if any(codes):  # the other ranks wait for the failed one, or will notice soon
-            deadline = min(deadline, time.monotonic() + OTHERS_S)
-            while time.monotonic() < deadline and any(c.code is None for c in commands):
-                time.sleep(POLL_S)
+        if any(codes):  # the others wait for it, or are about to notice
+            let_end(commands, deadline)
             return True
         time.sleep(POLL_S)
     return False
@@ -123,8 +121,7 @@ def _read(folder: Path, commands: Sequence[RunningCommand], has_ended: bool) -> 
         found.problems["step" if is_through else "script"] = ["it was killed: out of memory", ""]
     elif failed is not None:
         failure = Failure.read(failed.text)
-        error = re.sub(r"^lockstep\.errors\.\w+: ", "", failure.error)
-        found.problems[found.phase] = [error, failure.advice]
+        found.problems[found.phase] = [failure.problem, failure.advice]
     return found
 
 

@@ -21,6 +21,11 @@ class Failure:
     """The remedy that the command printed."""
 
     @property
+    def problem(self) -> str:
+        """Return the error without the name of a class of ours."""
+        return re.sub(r"^lockstep\.errors\.\w+: ", "", self.error)
+
+    @property
     def is_about_saving(self) -> bool:
         """Return whether it happened while saving a checkpoint."""
         return bool({"_save", "save", "state", "snapshot"} & set(self.functions))

@@ -18,14 +18,14 @@ _held: deque[int] = deque()
 
 
 def rank_variables(
-    rank: int, size: int, port: int, *, local_size: int = 0, threads: int | None = None
+    rank: int, size: int, port: int, *, threads: int | None = None
 ) -> dict[str, str]:
-    """Return the environment of one rank; `local_size` ranks (default: all) are on this machine."""
+    """Return the environment of one of `size` ranks, all on this machine."""
     values = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": local_size or size,
+        "LOCAL_WORLD_SIZE": size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }

@@ -4,10 +4,14 @@ Owns: starting the ranks, watching them, starting them again after a kill, and r
 Does not own: the callbacks in them (`callback.py` of each tool), or the use of their results.
 """
 
+import math
 import os
-import re
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,30 @@ from lockstep.harness.command import LAUNCHER_S, POLL_S, START_S, RunningCommand
 from lockstep.harness.failure import Failure
 from lockstep.harness.ranks import free_port, rank_variables
 
-OTHERS_S = 5.0
+GRACE_S = 5.0
 """How long ranks may continue after one of them has failed."""
+
+
+@dataclass
+class RunsFolder:
+    """A temporary folder of a tool's runs."""
+
+    path: Path
+    is_kept: bool = False
+
+
+@contextmanager
+def runs_folder(tool: str) -> Iterator[RunsFolder]:
+    """Yield a folder that is deleted at the end, unless it is to be kept or a command failed."""
+    folder = RunsFolder(Path(tempfile.mkdtemp(prefix=f"lockstep_{tool}_")))
+    try:
+        yield folder
+    except LaunchError:
+        folder.is_kept = any(folder.path.glob("*/output*.txt"))
+        raise
+    finally:
+        if not folder.is_kept:
+            shutil.rmtree(folder.path, ignore_errors=True)
 
 
 class CommandRuns:
@@ -28,7 +54,7 @@ class CommandRuns:
         words: The command.
         folder: Gets a folder for each run.
         attach: Returns the variables that attach the tool's callback, given the run's folder.
-        limit_s: The longest time without a sign of life of a run.
+        limit_s: The longest time without progress of a run.
         tell: Called with the name and the seconds of each run that succeeds.
         threads: The CPU threads of each of several ranks; sums depend on it.
         base: The variables to start from; by default those of this process.
@@ -66,7 +92,7 @@ class CommandRuns:
             settings: The settings for the callback.
 
         Raises:
-            LaunchError: the run failed, or showed no sign of life.
+            LaunchError: the run failed, or made no progress.
         """
         folder = self.folder / name.replace(" ", "_")
         began = time.monotonic()
@@ -130,7 +156,7 @@ class CommandRuns:
             if all(code == 0 for code in codes):
                 return ""
             if failed := [code for code in codes if code]:
-                self._let_end(commands)
+                let_end(commands)
                 return f"exit code {failed[0]}" if failed[0] > 0 else f"signal {-failed[0]}"
             traces = list((folder / TRACE).glob("rank_*.jsonl"))
             now = sum(path.stat().st_size for path in traces)
@@ -144,20 +170,20 @@ class CommandRuns:
                 return f"no progress for {limit_s:g} s"
             time.sleep(POLL_S)
 
-    def _let_end(self, commands: Sequence[RunningCommand]) -> None:
-        """Give the other ranks a short time to report their errors."""
-        deadline = time.monotonic() + OTHERS_S
-        while time.monotonic() < deadline and any(command.code is None for command in commands):
-            time.sleep(POLL_S)
-
     def _failure(self, name: str, commands: Sequence[RunningCommand], ended: str) -> LaunchError:
         """Return the error for a run that failed."""
         command = next((command for command in commands if command.code), commands[0])
         failure = Failure.read(command.text)
         advice = failure.advice or "run the command by itself"
-        error = re.sub(r"^lockstep\.errors\.\w+: ", "", failure.error)
         where = f" at {failure.place}" if failure.place else ""
         return LaunchError(
-            f"the command failed ({name}: {ended}): {error}{where}",
+            f"the command failed ({name}: {ended}): {failure.problem}{where}",
             f"read its output in {command.output}; {advice}",
         )
+
+
+def let_end(commands: Sequence[RunningCommand], deadline: float = math.inf) -> None:
+    """Give the other ranks a short time to report their errors."""
+    deadline = min(deadline, time.monotonic() + GRACE_S)
+    while time.monotonic() < deadline and any(command.code is None for command in commands):
+        time.sleep(POLL_S)

@@ -6,7 +6,6 @@ starting them (torch does), finding other nodes (`rendezvous.py`), messages (`fa
 """
 
 import signal
-import sys
 import time
 from collections import Counter
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from lockstep.errors import write_stderr
 from lockstep.launch.failure import (
     CRASH_LOOP,
     EXIT_CRASH_LOOP,
@@ -90,7 +90,8 @@ class Agent(LocalElasticAgent):
             self.left_at = self.left_at or time.monotonic()
             self.has_told = time.monotonic() - self.left_at > LEFT_S
             if self.has_told:
-                say(f"lockstep: the launchers on the other nodes have ended\n{ranks.where()}")
+                ended = "lockstep: the launchers on the other nodes have ended"
+                write_stderr(f"{ended}\n{ranks.where()}")
         ranks.look()
         codes = ranks.codes
         failure = find_failure(ranks)
@@ -102,7 +103,7 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         others = ranks.where() if waited_in_vain(ranks, codes) else ""
         self._decide(failure)
-        say(others)
+        write_stderr(others)
         grace_s = ABANDONED_PEERS_S if failure.code == EXIT_EARLY else PEERS_S
         deadline = time.monotonic() + grace_s
         ranks.end(signal.SIGTERM, lambda: deadline)
@@ -113,7 +114,7 @@ class Agent(LocalElasticAgent):
         then = "try: run the same command on every node; it resumes from the newest checkpoint"
         if num_restarts_left(self):
             then = f"waiting up to {self.wait_s:g} s for it to come back"
-        say(f"lockstep: {loss}\n  {then}\n")
+        write_stderr(f"lockstep: {loss}\n  {then}\n")
         self.exit_code = self.exit_code or 1
         return RunResult(state=WorkerState.FAILED)
 
@@ -126,14 +127,14 @@ class Agent(LocalElasticAgent):
             self.exit_code = EXIT_CRASH_LOOP
         if is_loop or failure.code in FINAL_CODES:
             rule_out_restarts(self)
-        say(failure.text(num_restarts_left(self), is_loop))
+        write_stderr(failure.text(num_restarts_left(self), is_loop))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End the remaining ranks; after a signal to the launcher they get time to save."""
         requested = self.stop.requested
         deadline = time.monotonic() + timeout
         if self.ranks is not None and requested is not None:
-            self.ranks.end(requested, lambda: self.stop.deadline, report_slow=say)
+            self.ranks.end(requested, lambda: self.stop.deadline, report_slow=write_stderr)
         elif self.ranks is not None:
             self.ranks.end(death_sig, lambda: deadline)
         shut_down(super()._shutdown, death_sig, timeout)
@@ -147,12 +148,12 @@ class Agent(LocalElasticAgent):
             return 128 + requested
         codes = self.ranks.codes
         if self.ranks.unsaved():
-            say(self.stop.not_saved_text(self.ranks))
+            write_stderr(self.stop.not_saved_text(self.ranks))
             return EXIT_NOT_SAVED
         if EXIT_NOT_SAVED in codes:
             # A rank that failed has left a record; one that left at a second signal has printed it.
             told = [one for one in self.ranks.records() if one["code"] == EXIT_NOT_SAVED]
-            say(from_record(told[0]).text(0, is_loop=False) if told else "")
+            write_stderr(from_record(told[0]).text(0, is_loop=False) if told else "")
             return EXIT_NOT_SAVED
         if not any(codes):
             return 0
@@ -165,11 +166,5 @@ class Agent(LocalElasticAgent):
             return 128 + requested  # interrupted while importing, for example
         failure = find_failure(self.ranks)
         assert failure is not None
-        say(failure.text(0, is_loop=False))
+        write_stderr(failure.text(0, is_loop=False))
         return failure.code
-
-
-def say(text: str) -> None:
-    """Write to stderr and flush it."""
-    sys.stderr.write(text)
-    sys.stderr.flush()

@@ -8,12 +8,12 @@ this node only; the clocks of other nodes are never used.
 """
 
 import asyncio
-import sys
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.dist.addresses import BACKLOG, LOOPBACK
+from lockstep.errors import write_stderr
 from lockstep.launch.handshake import (
     BROKEN,
     HANDSHAKE_S,
@@ -173,12 +173,11 @@ class Coordinator:
         if peer in self._named or len(self._named) >= MAX_NAMED_STRANGERS:
             return
         self._named.add(peer)
-        sys.stderr.write(
+        write_stderr(
             f"lockstep: refused a launcher on {peer}: its job token differs\n"
             f"  try: set {TOKEN_VARIABLE} to the same value on every node, or copy node 0's key "
             "file there\n"
         )
-        sys.stderr.flush()
 
     async def _tunnel(
         self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -389,11 +388,10 @@ class Coordinator:
         )
 
     def _say_who_is_missing(self) -> None:
-        sys.stderr.write(
+        write_stderr(
             f"lockstep: of {self.num_nodes} nodes, still waiting for {self._missing()} "
             f"(up to {self.wait_s:g} s)\n"
         )
-        sys.stderr.flush()
 
     async def _beat(self) -> None:
         """Send every node a heartbeat, and drop the nodes that send none."""

@@ -22,7 +22,7 @@ from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING
 
 from lockstep.dist.addresses import LOOPBACK, check_loopback, interface_towards
-from lockstep.errors import LaunchError, plain, shown
+from lockstep.errors import LaunchError, plain, shown, write_stderr
 from lockstep.launch.handshake import TOKEN_VARIABLE
 from lockstep.launch.member import Membership, Place, parse_head
 from lockstep.launch.stopping import SIGNALS, Stopped, StopRequest
@@ -162,7 +162,7 @@ def _run_ranks(
         assert stop.requested is not None
         return agent.code_after_stop(stop.requested)
     except (RendezvousError, DistError):  # another node has given up or is gone
-        sys.stderr.write(
+        write_stderr(
             f"lockstep: the {command.num_nodes} nodes could not rendezvous after a restart\n"
             "  try: read the other nodes' errors, then run the same command on every node\n"
         )

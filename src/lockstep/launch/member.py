@@ -13,14 +13,13 @@ import random
 import re
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lockstep.dist.addresses import LOOPBACK, own_addresses
-from lockstep.errors import LaunchError, shown
+from lockstep.errors import LaunchError, shown, write_stderr
 from lockstep.launch import coordinator
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.handshake import (
@@ -246,7 +245,8 @@ class Membership:
                     ) from error
                 if self._loop.time() >= notice:
                     notice = deadline + 1
-                    _say(f"node 0 at {self.place.head} does not answer yet: {_reason(error)}")
+                    why = f"does not answer yet: {_reason(error)}"
+                    write_stderr(f"lockstep: node 0 at {self.place.head} {why}\n")
             # Connections that failed at the same time should not retry at the same time.
             await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.5))
 
@@ -377,11 +377,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:  # for example a name that does not resolve
         return error.strerror
     return str(error) or type(error).__name__
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"lockstep: {text}\n")
-    sys.stderr.flush()
 
 
 def parse_head(head: str) -> tuple[str, int]:

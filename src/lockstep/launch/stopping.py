@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import resource_tracker, util
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import psutil
 
@@ -33,6 +33,7 @@ from lockstep.signals import (
     SLURM_NOTICES,
     Heard,
     Hearing,
+    SignalPipe,
 )
 from lockstep.text_input import whole_number
 
@@ -91,7 +92,7 @@ class StopRequest:
         """The descendants of this process when the first signal arrived."""
         self._had_ranks = False
         self._lock = threading.Lock()
-        self._previous: dict[signal.Signals, Any] = {}
+        self._pipe: SignalPipe | None = None
         self._is_raised = False
         self._is_over = False
         self._is_forced = False
@@ -99,13 +100,8 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             return self
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in self._numbers:
-            self._previous[number] = signal.signal(number, self._interrupt)
-        self._thread = threading.Thread(target=self._listen, name="stop-request", daemon=True)
-        self._thread.start()
+        handlers = dict.fromkeys(self._numbers, self._interrupt)
+        self._pipe = SignalPipe(handlers, self._listen, "stop-request")
         return self
 
     def __exit__(
@@ -114,16 +110,9 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._previous:
-            return
-        self._is_over = True
-        signal.set_wakeup_fd(self._previous_fd)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        os.write(self._writer, b"\0")
-        self._thread.join()
-        os.close(self._reader)
-        os.close(self._writer)
+        if self._pipe is not None:
+            self._is_over = True
+            self._pipe.close()
 
     def watch(self, ranks: Ranks) -> None:
         """Set the ranks that were just started as those to stop."""
@@ -145,14 +134,14 @@ class StopRequest:
                 self._had_ranks = bool(self._living())
                 self._family = descendants()
 
-    def _listen(self) -> None:
+    def _listen(self, reader: int) -> None:
         leave_by: float | None = None
         hearing = Hearing("SLURM_JOB_ID" in self._environment)
         while True:
             left_s = None if leave_by is None else max(0.0, leave_by - time.monotonic())
-            if not select.select([self._reader], (), (), left_s)[0]:
+            if not select.select([reader], (), (), left_s)[0]:
                 self._end_now()
-            number = os.read(self._reader, 1)[0]
+            number = os.read(reader, 1)[0]
             if number == 0:
                 return
             if number not in self._numbers:

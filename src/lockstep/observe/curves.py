@@ -16,6 +16,7 @@ from lockstep.run_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK = "#33373d"
 FAINT = "#d9dce1"
@@ -44,11 +45,6 @@ def draw_curves(folder: Path | str, path: Path | str) -> Path:
     Raises:
         DataError: The folder holds no events.
     """
-    # The object interface: pyplot keeps global state and must not leave the main thread.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     events = read_events(folder)
     steps = [event for event in events if event["event"] == "step"]
     metrics = _metrics(events)
@@ -58,9 +54,7 @@ def draw_curves(folder: Path | str, path: Path | str) -> Path:
     num_panels = len(groups) + 2
     num_columns = min(num_panels, NUM_COLUMNS)
     num_rows = math.ceil(num_panels / num_columns)
-    padded = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
-    figure = Figure(figsize=(5.6 * num_columns, 4.2 * num_rows), dpi=110, layout=padded)
-    panels = figure.subplots(num_rows, num_columns, sharex=True, squeeze=False).ravel()
+    figure, panels = new_figure(num_rows, num_columns, sharex=True)
     for unused in panels[num_panels:]:
         unused.remove()
 
@@ -76,10 +70,42 @@ def draw_curves(folder: Path | str, path: Path | str) -> Path:
     )
 
     path = Path(path)
+    save_figure(figure, path)
+    return path
+
+
+def new_figure(num_rows: int, num_columns: int, **options: Any) -> tuple["Figure", Any]:
+    """Return a figure and its panels, as an array.
+
+    It has the object interface: pyplot keeps global state and must not leave the main thread.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    padded = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
+    figure = Figure(figsize=(5.6 * num_columns, 4.2 * num_rows), dpi=110, layout=padded)
+    return figure, figure.subplots(num_rows, num_columns, squeeze=False, **options).ravel()
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a figure as the picture `path`, replacing an earlier one atomically."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     FigureCanvasAgg(figure)
     with replacing(path.parent, path.name) as file:
         figure.savefig(file, format="png")
-    return path
+
+
+def style_axes(axes: "Axes", title: str, x_label: str) -> None:
+    """Set the title, the label and the looks of a panel."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
+    axes.set_xlabel(x_label, color=INK)
+    axes.tick_params(colors=INK, labelsize=9, length=0)
+    axes.grid(color=FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+    for name, side in axes.spines.items():
+        side.set_visible(name == "bottom")
+        side.set_color(FAINT)
 
 
 def _grouped(metrics: dict[str, Series]) -> list[tuple[str, dict[str, Series]]]:
@@ -175,15 +201,9 @@ def _marker(series: Series) -> str:
 def _prepare(axes: "Axes", title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
-    axes.set_xlabel("step", color=INK)
+    style_axes(axes, title, "step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-    axes.tick_params(colors=INK, labelsize=9, length=0, labelbottom=True)
-    axes.grid(color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
-    for name, side in axes.spines.items():
-        side.set_visible(name == "bottom")
-        side.set_color(FAINT)
+    axes.tick_params(labelbottom=True)
     axes.margins(x=0.02)
 
 

@@ -68,13 +68,6 @@ class RehearsalCallback(Callback):
 def saving_halfway(config: RunConfig, was_killed: bool) -> RunConfig:
     """Return a rehearsed config that also evaluates and saves halfway; resume it after a kill."""
     total = config.max_steps or config.epochs or STEPS
-    half: dict[str, Any] = {"every_epochs": None, "every_steps": max(1, total // 2)}
     # Save in the foreground before the kill, so that the run is killed at a known step.
-    saving = half | ({} if was_killed else {"background": False})
-    return config.model_copy(
-        update={
-            "resume": "auto" if was_killed else config.resume,
-            "evaluation": config.evaluation.model_copy(update=half),
-            "checkpoint": config.checkpoint.model_copy(update=saving),
-        }
-    )
+    config = config.saving_every(max(1, total // 2), waits=not was_killed)
+    return config.model_copy(update={"resume": "auto"}) if was_killed else config

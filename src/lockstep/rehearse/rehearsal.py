@@ -93,7 +93,7 @@ class Rehearsal:
     Args:
         words: The command.
         folder: A folder for its output, its ranks' notes, and the checkpoints of a custom loop.
-        limit_s: The longest time without a sign of life.
+        limit_s: The longest time without progress.
         without: The phases that are not required.
         on_phase: Called with each phase that was seen, or failed.
     """

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from lockstep.callback import SAME_CALLBACKS, Callback, Callbacks
+from lockstep.callback import Callback, collect_callbacks
 from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock
 from lockstep.checkpoint.layout import damaged
 from lockstep.checkpoint.manifest import in_brief
@@ -24,7 +25,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.order import num_leaves_of
 from lockstep.data.reader import is_stream
 from lockstep.dist import position
-from lockstep.dist.agreement import check_same, together
+from lockstep.dist.agreement import check_same, first_of_ranks, together
 from lockstep.dist.batch_norm import padded_step, refuse_padding, synchronise_batch_norm
 from lockstep.dist.ddp import Averaging
 from lockstep.dist.environment import launched
@@ -40,7 +41,7 @@ from lockstep.errors import CheckpointError, ConfigError, own_exit_code
 from lockstep.exact.determinism import fingerprint, set_numerics
 from lockstep.exact.reducer import ExactReducer
 from lockstep.observe.events import log_name
-from lockstep.plan import Contract
+from lockstep.plan import BatchPlan, Contract
 from lockstep.randomness import seed_all, seed_everything
 from lockstep.run.average import Averages
 from lockstep.run.early_exit import refuse_early_exit
@@ -51,7 +52,6 @@ from lockstep.run.resume import (
     changed_settings,
     check_batch_norm,
     choose_checkpoint,
-    contract_or_refusal,
     free_settings,
     resume_if_restarted,
     take_fingerprints,
@@ -118,14 +118,11 @@ class _Builder:
     def attach_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Collect the callbacks and let them change the config."""
         world = self.world
-        self.callbacks = together(world, lambda: Callbacks([*callbacks, *world.callbacks]))
+        self.callbacks = collect_callbacks(world, lambda: [*callbacks, *world.callbacks])
         self.stack.enter_context(world.inside_run())
-        names = ", ".join(name for name, _ in self.callbacks.named())
-        check_same("callbacks", names or "none", world, SAME_CALLBACKS)
-        self.config = together(world, self._configure)
-
-    def _configure(self) -> RunConfig:
-        return self.callbacks.configure(self.task, rehearsed(self.config), self.world)
+        self.config = together(
+            world, lambda: self.callbacks.configure(self.task, rehearsed(self.config), world)
+        )
 
     def open_folder(self) -> None:
         """Check that ranks have the same settings, then lock the run's folder."""
@@ -205,9 +202,7 @@ class _Builder:
             if not check_same_samples(name, dataset, self.fingerprints[name], world, SAME_FILES)
         ]
         changed = together(world, lambda: changed_data(self.checkpoint, self.fingerprints, named))
-        # Not every rank reads all files, so all ranks take the first difference that one found.
-        reports = [json.loads(text) for text in world.all_texts(json.dumps(changed))]
-        self.changed_data = next((report for report in reports if report), [])
+        self.changed_data = first_of_ranks(changed, world)  # not every rank reads all files
         for taken in self.fingerprints.values():
             taken.pop("old_samples", None)  # only needed for the comparison with the checkpoint
 
@@ -217,26 +212,20 @@ class _Builder:
         The task gets its saved state before its model: a vocabulary may size its embedding.
         """
         world = self.world
-        self.contract = together(world, self._agree_on_contract)
+        self.contract = together(
+            world,
+            lambda: plan_run(
+                self.task, self.config, self.data, world.size, self.checkpoint, self.changed_data
+            ),
+        )
         together(world, self._load_task_state)
-        self.loader = together(world, self._build_loader)
+        self.loader = together(
+            world,
+            lambda: build_loader(self.task, self.config, self.data, world, self.contract.plan),
+        )
         self.loader.is_compared = self.loader.is_compared or not is_stream(self.data)
         together(world, self._take_folder_over)
         self.store.generation = world.all_max(self.store.generation)[0]
-
-    def _agree_on_contract(self) -> Contract:
-        task = self.task
-        config = self.config
-        checkpoint = self.checkpoint
-        free = free_settings(checkpoint)
-        changes = changed_settings(checkpoint, config, task.settings(), task.may_change, free)
-        gathers = task.gathers and not config.exact
-        return contract_or_refusal(
-            checkpoint,
-            config,
-            changes + self.changed_data,
-            lambda: agree_on_contract(config, self.data, self.world.size, checkpoint, gathers),
-        )
 
     def _load_task_state(self) -> None:
         """Restore the task's saved state; an error is reported as one of the checkpoint."""
@@ -256,27 +245,6 @@ class _Builder:
                 f"{Path(place.filename).name}:{place.lineno} in {place.name}",
                 "resume with the code that saved it, or use an older checkpoint",
             ) from error
-
-    def _build_loader(self) -> Loader:
-        config = self.config
-        needs_epochs = config.schedule.warmup_epochs or not config.checkpoint.every_steps
-        if is_stream(self.data) and needs_epochs:
-            raise ConfigError(
-                "the training data are a stream, which has no epochs: warm-up and saving must be "
-                "set in steps",
-                "set schedule.warmup_steps and checkpoint.every_steps",
-            )
-        return Loader(
-            self.data,
-            self.world,
-            plan=self.contract.plan,
-            epochs=config.epochs,
-            max_steps=config.max_steps,
-            seed=config.seed,
-            order=self.task.order(self.data, config.seed),
-            collate=self.task.collate,
-            config=config.loader,
-        )
 
     def _take_folder_over(self) -> None:
         """Stop earlier runs from saving into the folder, and write config.json.
@@ -321,16 +289,12 @@ class _Builder:
         task = self.task
         config = self.config
         world = self.world
-        plan = self.contract.plan
         seed_all(config.seed, "weights")
         self.model = model = together(world, task.build_model)
         check_same_model(model, world)
         if config.sync_batch_norm and world.size > 1:
             together(world, lambda: synchronise_batch_norm(model, world))
-        together(world, lambda: check_batch_norm(model, self.checkpoint, plan, config))
-        step = padded_step(plan, self.loader.total_steps)
-        if step is not None:
-            refuse_padding(model, num_leaves_of(plan, step), world.size)
+        together(world, lambda: check_model(model, self.loader, self.checkpoint, config))
         if config.parallel == "fsdp":
             together(world, lambda: shard(model, world, task.blocks(model), config.gradients.dtype))
         else:
@@ -417,6 +381,71 @@ class _Builder:
         new_step = torch.compiler.cudagraph_mark_step_begin
         new_step()  # type: ignore[no-untyped-call]
         self.optimizer.register_step_post_hook(lambda *_: new_step())  # type: ignore[no-untyped-call]
+
+
+def plan_run(
+    task: Task,
+    config: RunConfig,
+    data: Any,
+    world_size: int,
+    checkpoint: Checkpoint | None,
+    changed_data: list[str],
+) -> Contract:
+    """Return the batch and rate of a run on `world_size` ranks.
+
+    Raises:
+        ConfigError: naming all settings and data that may not differ from the checkpoint's.
+    """
+    free = free_settings(checkpoint)
+    changes = changed_settings(checkpoint, config, task.settings(), task.may_change, free)
+    changes += changed_data
+    refuses = bool(changes) and not config.accept_changes
+    gathers = task.gathers and not config.exact
+    try:
+        contract = agree_on_contract(config, data, world_size, checkpoint, gathers)
+    except ConfigError as error:
+        if not refuses:
+            raise
+        changes.append(error.problem)
+    if refuses:
+        raise ConfigError(
+            f"settings or data differ from the checkpoint's: {'; '.join(changes)}",
+            "restore the old values, or pass accept_changes=true to continue with the new ones",
+        )
+    return contract
+
+
+def build_loader(task: Task, config: RunConfig, data: Any, world: World, plan: BatchPlan) -> Loader:
+    """Return the loader of a run's training data."""
+    needs_epochs = config.schedule.warmup_epochs or not config.checkpoint.every_steps
+    if is_stream(data) and needs_epochs:
+        raise ConfigError(
+            "the training data are a stream, which has no epochs: warm-up and saving must be set "
+            "in steps",
+            "set schedule.warmup_steps and checkpoint.every_steps",
+        )
+    return Loader(
+        data,
+        world,
+        plan=plan,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        seed=config.seed,
+        order=task.order(data, config.seed),
+        collate=task.collate,
+        config=config.loader,
+    )
+
+
+def check_model(
+    model: nn.Module, loader: Loader, checkpoint: Checkpoint | None, config: RunConfig
+) -> None:
+    """Refuse a model whose batch normalisation would see other samples than it should."""
+    plan = loader.plan
+    check_batch_norm(model, checkpoint, plan, config)
+    step = padded_step(plan, loader.total_steps)
+    if step is not None:
+        refuse_padding(model, num_leaves_of(plan, step), plan.world_size)
 
 
 def is_in(store: CheckpointStore, checkpoint: Checkpoint) -> bool:

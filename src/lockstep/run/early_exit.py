@@ -11,7 +11,7 @@ from lockstep.dist import position
 from lockstep.dist.world import World
 from lockstep.errors import LeftEarlyError, LockstepError, NotSavedError
 
-WAIT_FOR_OTHERS_S = 2.0
+EXIT_TIMEOUT_S = 2.0
 """How long a rank that exits waits for the others to exit too; then only one reports it."""
 
 
@@ -32,9 +32,9 @@ def refuse_early_exit(stack: ExitStack, world: World, unsaved: Callable[[], str]
             return
         for note in getattr(error, "__notes__", []):
             found.add_note(note)
-        world.stay(kind, found, trace)  # ranks may have left at different collectives
+        world.keep_group(kind, found, trace)  # ranks may have left at different collectives
         place = f"left after step {position.own.step} by {type(error).__name__}"
-        found.is_shared = world.all_reach(place, WAIT_FOR_OTHERS_S)
+        found.is_shared = world.all_reach(place, EXIT_TIMEOUT_S)
         raise found from error
 
     stack.push(convert)

@@ -4,7 +4,6 @@ Owns: the pass over the held-out set and the reduction of its sums. Does not own
 which the task defines.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -182,8 +181,8 @@ class _Sums:
     def means(self) -> dict[str, Tensor]:
         """Return sum / weight of each name that any rank measured. Collective."""
         shapes: dict[str, Sequence[int]] = {}
-        for text in self.world.all_texts(json.dumps(self._shapes)):
-            shapes |= json.loads(text)
+        for found in self.world.all_values(self._shapes):
+            shapes |= found
         means = {}
         for name, shape in shapes.items():
             zeros = torch.zeros(math.prod(shape) + 1, dtype=torch.float64)

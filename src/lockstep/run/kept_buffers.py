@@ -10,28 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.dist.agreement import RUNNING_STATISTICS
+from lockstep.dist.buffer_places import Mark, Place, buffer_places
 from lockstep.dist.ddp import shares_elements
-from lockstep.torch_compat.private import num_writes
-
-Kind = tuple[torch.device, torch.dtype]
 
 
 class KeptBuffers:
     """Copies of a model's buffers.
 
-    All are copied before the first step; after it, only running statistics and the buffers that
-    the first step changed. Buffers of one kind are copied as one tensor.
+    A buffer is copied to the host once. After a step has changed it, it is copied before each
+    step, as running statistics are from the first. Buffers of one kind are copied as one tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._names: list[str] | None = None
-        """The buffers to copy; None before the first step."""
-        self._seen: dict[str, tuple[int, int]] = {}
-        """Identity and number of writes of each buffer before the first step."""
-        self._groups: dict[Kind, list[str]] = {}
-        self._copies: dict[Kind, Tensor] = {}
-        self._sizes: dict[str, int] = {}
+        self._places: dict[str, Place] = {}
+        self._marks: dict[str, Mark] = {}
+        """The buffers before the current step."""
+        self._copies: dict[str, Tensor] = {}
+        """Their values, flattened; not of buffers that cannot be written to."""
+        self._changing: set[str] = set()
+        """The buffers to copy before each step."""
 
     @torch.no_grad()
     def keep(self, non_finite: Tensor | None) -> None:
@@ -40,58 +38,46 @@ class KeptBuffers:
         Args:
             non_finite: The sticky flag on the GPU: where it is set, the copies stay as they are.
         """
-        buffers = {name: b for name, b in self._model.named_buffers() if can_be_copied(b)}
-        if not self._seen:
-            self._seen = {name: (id(b), num_writes(b)) for name, b in buffers.items()}
-        elif self._names is None:
-            self._names = [name for name, b in buffers.items() if self._has_changed(name, b)]
-        names = buffers if self._names is None else [n for n in self._names if n in buffers]
-        groups: dict[Kind, list[str]] = defaultdict(list)
-        for name in names:
-            groups[buffers[name].device, buffers[name].dtype].append(name)
-        copies = {
-            kind: torch.cat([buffers[name].flatten() for name in group])
-            for kind, group in groups.items()
-        }
-        if non_finite is not None:
-            for kind, copy in copies.items():
-                before = self._copies_of(kind, groups[kind])
-                if kind[0] == non_finite.device and before is not None:
-                    copies[kind] = torch.where(non_finite > 0, before, copy)
-        self._groups = groups
-        self._copies = copies
-        self._sizes = {name: buffers[name].numel() for name in names}
+        before = self._marks
+        self._places = buffer_places(self._model)
+        self._marks = {name: place.mark() for name, place in self._places.items()}
+        groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = defaultdict(dict)
+        for name, mark in self._marks.items():
+            buffer = mark.buffer
+            if buffer is None or not can_be_copied(buffer):
+                self._copies.pop(name, None)
+                continue
+            is_statistic = self._places[name].attribute in RUNNING_STATISTICS
+            if is_statistic or mark.num_writes < 0 or mark.differs(before.get(name, mark)):
+                self._changing.add(name)
+            if name in self._changing:
+                groups[buffer.device, buffer.dtype][name] = buffer.flatten()
+            elif name not in before:
+                self._copies[name] = buffer.flatten().to("cpu", copy=True)
+        for (device, _), values in groups.items():
+            together = torch.cat(list(values.values()))
+            if non_finite is not None and device == non_finite.device:
+                kept = torch.cat([self._kept(name, now) for name, now in values.items()])
+                together = torch.where(non_finite > 0, kept, together)
+            pieces = torch.split(together, [len(now) for now in values.values()])
+            self._copies.update(zip(values, pieces, strict=True))
 
-    @torch.no_grad()
+    @torch.inference_mode()  # may write to tensors that were made in it
     def restore(self) -> None:
-        """Give the buffers the values that they had before the step."""
-        buffers = dict(self._model.named_buffers())
-        for kind in self._groups:
-            for name, values in self._pieces(kind).items():
-                buffer = buffers.get(name)
-                if buffer is not None and buffer.numel() == len(values):  # else it was replaced
-                    buffer.copy_(values.view_as(buffer))
+        """Put the buffers back that were there before the step, with the values they had."""
+        for name, mark in self._marks.items():
+            place = self._places[name]
+            now = place.mark()
+            if now.buffer is not mark.buffer:
+                place.assign(mark.buffer)
+            is_written = name in self._changing or now.differs(mark)
+            if is_written and mark.buffer is not None and name in self._copies:
+                mark.buffer.copy_(self._copies[name].view_as(mark.buffer))
 
-    def _copies_of(self, kind: Kind, names: list[str]) -> Tensor | None:
-        """Return the copies of these buffers as one tensor, if there are such."""
-        known = self._groups.get(kind)
-        if known == names:
-            return self._copies[kind]
-        pieces = self._pieces(kind)
-        if not pieces.keys() >= set(names):
-            return None
-        return torch.cat([pieces[name] for name in names])
-
-    def _pieces(self, kind: Kind) -> dict[str, Tensor]:
-        names = self._groups.get(kind)
-        if not names:
-            return {}
-        pieces = torch.split(self._copies[kind], [self._sizes[name] for name in names])
-        return dict(zip(names, pieces, strict=True))
-
-    def _has_changed(self, name: str, buffer: Tensor) -> bool:
-        is_statistic = name.rpartition(".")[2] in RUNNING_STATISTICS
-        return is_statistic or self._seen.get(name) != (id(buffer), num_writes(buffer))
+    def _kept(self, name: str, now: Tensor) -> Tensor:
+        """Return the copy of a buffer, or its values now if it was another before."""
+        copy = self._copies.get(name, now)
+        return copy.to(now) if len(copy) == len(now) else now
 
 
 def can_be_copied(buffer: Tensor) -> bool:

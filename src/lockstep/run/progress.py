@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep.data.batch import StepBatch
 from lockstep.data.ledger import Ledger
@@ -17,7 +18,8 @@ from lockstep.step.report import StepReport
 OLD_NAMES = {"owes_evaluation": "evaluation_pending"}
 """Fields that older checkpoints store under another name."""
 MAX_PENDING = 1000
-"""The most steps whose numbers stay on the device before they are added up: 1 MB."""
+"""The most steps whose numbers stay on the device before they are added up: on a GPU, two blocks of
+512 bytes each, 1 MB in all."""
 
 
 @dataclass
@@ -32,8 +34,9 @@ class Progress:
     """Sum and weight of the loss and of each part since the last log line."""
     epoch: dict[str, list[float]] = field(default_factory=dict)
     """Sum and weight of the loss and of each part since the epoch began."""
-    pending: list[tuple[int, StepReport]] = field(default_factory=list)
-    """Steps that are not in these sums yet."""
+    pending: list[tuple[int, list[str], Tensor, Tensor]] = field(default_factory=list)
+    """Steps that are not in these sums yet: the step, the names of its parts, its sums, its
+    gradient norm."""
     evaluation_pending: bool = False
     """Whether an evaluation was due and failed or was interrupted. A resume starts with it."""
     non_finite_step: tuple[int, float, float, float] | None = None
@@ -45,9 +48,9 @@ class Progress:
         self.consumed = batch.consumed
         if report is None:
             return
-        if self.pending and self.pending[-1][1].names != report.names:
+        if self.pending and self.pending[-1][1] != report.names:
             self.sum_pending()  # rows are added up together, so they need the same columns
-        self.pending.append((batch.step, report))
+        self.pending.append((batch.step, report.names, report.sums, report.grad_norm))
         if len(self.pending) == MAX_PENDING:
             self.sum_pending()
 
@@ -55,17 +58,16 @@ class Progress:
         """Add up the pending steps, and return `non_finite_step`. This waits for the device."""
         if not self.pending:
             return self.non_finite_step
-        steps, reports = zip(*self.pending, strict=True)
+        steps, (names, *_), sums, norms = zip(*self.pending, strict=True)
         self.pending = []
-        rows = torch.stack([report.sums for report in reports]).tolist()
-        norms = torch.stack([report.grad_norm for report in reports]).tolist()
-        for step, row, norm in zip(steps, rows, norms, strict=True):
+        rows = zip(steps, torch.stack(sums).tolist(), torch.stack(norms).tolist(), strict=True)
+        for step, row, norm in rows:
             if self.non_finite_step is None and not math.isfinite(row[0] + norm):
                 self.non_finite_step = step, row[0] / row[1] if row[1] else row[0], norm, row[1]
-            for place, name in enumerate(("loss", *reports[0].names)):
-                for sums in (self.interval, self.epoch):
-                    value, weight = sums.get(name, (0.0, 0.0))
-                    sums[name] = [value + row[2 * place], weight + row[2 * place + 1]]
+            for place, name in enumerate(("loss", *names)):
+                for totals in (self.interval, self.epoch):
+                    value, weight = totals.get(name, (0.0, 0.0))
+                    totals[name] = [value + row[2 * place], weight + row[2 * place + 1]]
         return self.non_finite_step
 
     def state(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ when to log, which the trainer decides. Every number is reduced over ranks, exce
 `local_`.
 """
 
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -148,8 +147,8 @@ class Record:
         local = {name: [float(total), num] for name, (total, num) in self.run.logged.items()}
         self.run.logged = {}
         sums: dict[str, list[float]] = {}
-        for text in self.run.world.all_texts(json.dumps(local)):
-            for name, (total, num) in json.loads(text).items():
+        for found in self.run.world.all_values(local):
+            for name, (total, num) in found.items():
                 before = sums.get(name, [0.0, 0])
                 sums[name] = [before[0] + total, before[1] + num]
         return {name: total / num for name, (total, num) in sums.items()}

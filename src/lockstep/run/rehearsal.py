@@ -33,14 +33,11 @@ def rehearsed(config: RunConfig) -> RunConfig:
         return config if loader == config.loader else config.model_copy(update={"loader": loader})
     folder = Path(config.output_dir) / FOLDER
     log_file = config.sinks.log_file
-    at_end = {"every_epochs": None, "every_steps": STEPS}
     sections: dict[str, dict[str, Any]] = {
         "loader": {"num_workers": min(config.loader.num_workers, 1), "timeout_s": timeout_s},
-        "evaluation": at_end,
-        "checkpoint": at_end,
         "sinks": {"log_file": str(folder / Path(log_file).name) if log_file else None},
     }
     changes = {name: getattr(config, name).model_copy(update=new) for name, new in sections.items()}
     changes |= {"output_dir": str(folder), "resume": "discard", "log_every": 1}
     changes |= {"epochs": None, "max_steps": min(config.max_steps or STEPS, STEPS)}
-    return config.model_copy(update=changes)
+    return config.saving_every(STEPS).model_copy(update=changes)

@@ -6,7 +6,7 @@ about changed ones. Does not own: restoring a state (`run.py`).
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,7 @@ def check_batch_norm(
         if not rest:
             instead = f"set batch.batch_size={size} (still {plan.global_batch} samples a step), "
     elif not synchronises_itself(model):
-        also = f"; together with sync_batch_norm=true statistics see {plan.total_batch} samples"
+        also = f"; together with sync_batch_norm=true statistics see {plan.samples_at_once} samples"
     change.raise_for_batch_norm(before, now, instead, also)
 
 
@@ -206,8 +206,8 @@ def _normalised(checkpoint: Checkpoint, plan: BatchPlan, model: nn.Module) -> tu
     own = synchronises_itself(model)
     was_synchronised = own or checkpoint.meta["config"].get("sync_batch_norm", False)
     is_synchronised = own or any(isinstance(m, SyncBatchNorm) for m in model.modules())
-    before = was.total_batch if was_synchronised else was.leaf_size
-    now = plan.total_batch if is_synchronised else plan.leaf_size
+    before = was.samples_at_once if was_synchronised else was.leaf_size
+    now = plan.samples_at_once if is_synchronised else plan.leaf_size
     return before, now
 
 
@@ -283,25 +283,6 @@ def changed_data(
     before = checkpoint.meta.get("data", {}) if checkpoint else {}
     found = {name: differences(before.get(name, {}), now[name], data[name]) for name in now}
     return [f"{name} data: {change}" for name, change in found.items() if change]
-
-
-def contract_or_refusal(
-    checkpoint: Checkpoint | None,
-    config: RunConfig,
-    changes: list[str],
-    agree: Callable[[], Contract],
-) -> Contract:
-    """Return the result of `agree`, or refuse all changes since the checkpoint in one error."""
-    if config.accept_changes or not changes:
-        return agree()
-    try:
-        agree()
-    except ConfigError as error:
-        changes = [*changes, error.problem]
-    raise ConfigError(
-        f"settings or data differ from the checkpoint's: {'; '.join(changes)}",
-        "restore the old values, or pass accept_changes=true to continue with the new ones",
-    )
 
 
 def warnings_of(checkpoint: Checkpoint, config: RunConfig) -> list[str]:

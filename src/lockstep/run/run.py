@@ -4,7 +4,6 @@ Owns: the state of a run. Does not own: building it (`build.py`) or taking its s
 """
 
 import gc
-import json
 import platform
 import shutil
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from lockstep.dist.agreement import together
 from lockstep.dist.ddp import Averaging, replicate, unwrap
 from lockstep.dist.environment import launched
 from lockstep.dist.same_state import REGISTER, check_registered, check_same_optimizer
-from lockstep.dist.trained import TrainedParameters, describe_changes, differences, list_names
+from lockstep.dist.trained import TrainedParameters, describe_changes, list_names, name_changes
 from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
 from lockstep.exact.reducer import ExactReducer
@@ -50,6 +49,7 @@ from lockstep.task import Task
 class Run:
     """The parts of one run."""
 
+    is_custom_loop = False
     task: Task
     config: RunConfig
     world: World
@@ -95,7 +95,7 @@ class Run:
     """Whether the trainer has taken a step with the task's own loss."""
     non_finite: Tensor | None = None
     """On a GPU: the sticky flag of the trainer's own steps, once it has taken one."""
-    train_step: TrainStep | None = None
+    take_step: TrainStep | None = None
     """Takes the trainer's own steps, with the model as it was last replicated."""
 
     def __post_init__(self) -> None:
@@ -196,7 +196,7 @@ class Run:
 
         Collective.
         """
-        self.train_step = None
+        self.take_step = None
         if unwrap(self.model) is not self.model:
             self.model = unwrap(self.model)
             gc.collect()  # an exception may keep the old replica, whose hooks would still run
@@ -206,29 +206,34 @@ class Run:
         pending = self.pending_optimizer
         num_groups = len(pending["param_groups"]) if pending else 0
         self.trained = TrainedParameters(unwrap(self.model), self.optimizer, num_groups)
-        self.train_step = self._build_step()
+        self.take_step = self._build_step()
 
     def _build_step(self) -> TrainStep:
-        config, device = self.config, self.world.device
-        flag = self.non_finite
-        if config.on_non_finite == "stop" and device.type == "cuda" and not self.scaler:
+        device, flag = self.world.device, self.non_finite
+        if self.config.on_non_finite == "stop" and device.type == "cuda" and not self.scaler:
             flag = new_non_finite_flag(device) if flag is None else flag
         return TrainStep(
             self.task.loss,
             self.model,
             self.optimizer,
             self.world,
-            weights=self.task.weights,
-            seed=config.seed,
-            max_grad_norm=config.max_grad_norm,
-            autocast=self.autocast,
-            scaler=self.scaler,
-            exact_reducer=self.exact_reducer,
+            **self.step_options(),
             non_finite=flag,
             agree_on_memory=self.agrees_on_memory,
-            trained=self.trained,
-            buffers_later=True,
         )
+
+    def step_options(self) -> dict[str, Any]:
+        """Return the keyword arguments that the config and this run give `train_step`."""
+        return {
+            "weights": self.task.weights,
+            "seed": self.config.seed,
+            "max_grad_norm": self.config.max_grad_norm,
+            "autocast": self.autocast,
+            "scaler": self.scaler,
+            "exact_reducer": self.exact_reducer,
+            "trained": self.trained,
+            "buffers_later": True,
+        }
 
     def update_trained(self) -> str:
         """Replicate the model for the parameters that are now trained. Collective.
@@ -241,10 +246,10 @@ class Run:
                 parameter group.
         """
         began, ended = self.trained.changes()
-        changes = self.world.all_texts(json.dumps([began, ended]))
-        other = next((rank for rank, text in enumerate(changes) if text != changes[0]), None)
+        changes = self.world.all_values([began, ended])
+        other = next((rank for rank, own in enumerate(changes) if own != changes[0]), None)
         if other is not None:
-            here, there = (describe_changes(*json.loads(changes[rank])) for rank in (0, other))
+            here, there = (describe_changes(*changes[rank]) for rank in (0, other))
             raise ConfigError(
                 f"ranks 0 and {other} do not train the same parameters (rank 0: {here}; rank "
                 f"{other}: {there})",
@@ -319,7 +324,7 @@ class Run:
             return  # another model is refused when its weights are loaded
         if now != at_start:  # the task now trains other parameters on purpose
             if not self.config.accept_changes:
-                changes = describe_changes(*differences(at_start, now))
+                changes = describe_changes(*name_changes(at_start, now))
                 raise ConfigError(
                     f"this model does not train the checkpoint's parameters: {changes}",
                     "train the same parameters, or pass accept_changes=true",

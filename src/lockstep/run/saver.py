@@ -4,7 +4,6 @@ Owns: the names of a checkpoint, the copy, handing it to the writer, the commit 
 are written, and the reaction to a failed save. Does not own: when to save, or files.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -190,8 +189,8 @@ class Saver:
     def _submit_commit(self, pending: _PendingCommit) -> None:
         """Let the first rank commit the files of all ranks. Collective."""
         files: Files = {}
-        for text in self.run.world.all_texts(json.dumps(pending.files)):
-            files |= json.loads(text)
+        for found in self.run.world.all_values(pending.files):
+            files |= found
         if self.run.world.is_first:
             self.writer.submit(lambda: pending.commit(files))
 

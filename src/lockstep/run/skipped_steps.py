@@ -59,8 +59,8 @@ class SkippedSteps:
             "lower the learning rate, lengthen the warm-up, set precision=fp32, "
             "or set on_non_finite=skip; "
         )
-        if weight < 0:
-            message = f"step {step + 1}: the total weight of the loss is {weight:g}, below 0"
+        if not weight >= 0:  # NaN too
+            message = f"step {step + 1}: the total weight of the loss is {weight:g}, not 0 or more"
             remedy = "return a weight of 0 or more for every micro-batch; "
         self.num += 1
         if policy == "stop" or self.num > MAX_SKIPPED:

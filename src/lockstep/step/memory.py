@@ -1,4 +1,4 @@
-"""Fail a step that does not fit in memory on every rank, so that it can be repeated.
+"""Fail a step on every rank if it fails on one: one that did not fit in memory can be repeated.
 
 Owns: how ranks agree that the step did not fit. Does not own: the step, or repeating it with
 smaller micro-batches (`run/halving.py`).
@@ -10,14 +10,38 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lockstep.dist.agreement import raise_together
+from lockstep.dist.agreement import is_shared, raise_together
 from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError
+from lockstep.step.partial import PARTS, WHERE_EMPTY
 from lockstep.step.reduction import Reduction
 from lockstep.torch_compat.error_texts import CPU_ALLOCATOR
 
 Rows = tuple[list[Tensor], list[str]]
 """The result of a step's passes: a row of sums for each micro-batch, and the names of parts."""
+
+
+def count_together(
+    count: Callable[[], Rows], kind: str, world: Collectives, agree_on_memory: bool
+) -> Rows:
+    """Count units before the passes; if one rank has any exception, fail on all. Collective.
+
+    The ranks also compare the names of what they counted. `count` contains no collective.
+
+    Args:
+        kind: What the names are names of.
+    """
+    problem: Exception | None = None
+    try:
+        result = count()
+    except Exception as error:
+        if is_shared(error):
+            raise
+        is_memory = agree_on_memory and is_out_of_memory(error)
+        problem = _smaller_batch(error) if is_memory else error
+    if compare_names(None if problem else result[1], world, kind):
+        raise_together(world, problem)
+    return result
 
 
 def run_alone(passes: Callable[[], Rows], reduction: Reduction) -> Rows:
@@ -42,7 +66,7 @@ def run_together(passes: Callable[[], Rows], reduction: Reduction) -> Rows:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        problem = OutOfMemoryError(str(error).splitlines()[0], "lower batch_size")
+        problem = _smaller_batch(error)
     # Outside the handler, because the caught exception keeps tensors alive.
     if problem:
         reduction.model.zero_grad(set_to_none=True)
@@ -53,12 +77,12 @@ def run_together(passes: Callable[[], Rows], reduction: Reduction) -> Rows:
     return result
 
 
-def compare_names(names: list[str] | None, world: Collectives) -> bool:
+def compare_names(names: list[str] | None, world: Collectives, kind: str = PARTS) -> bool:
     """Return whether a rank has failed, which passes None. Collective.
 
     Raises:
-        ConfigError: on all ranks, if their losses have different parts. Rows are added up by
-            column, so different parts would be added to each other.
+        ConfigError: on all ranks, if their losses have different parts or terms. Rows are added
+            up by column, so different parts would be added to each other.
     """
     label = 0 if names is None else zlib.crc32(repr(names).encode())
     failed, highest, lowest = world.all_max(int(names is None), label, -label)
@@ -66,10 +90,14 @@ def compare_names(names: list[str] | None, world: Collectives) -> bool:
         own = ", ".join(names or []) or "none"
         listed = " and ".join(sorted(set(world.all_texts(own))))
         raise ConfigError(
-            f"ranks have different parts of the loss in one step: {listed}",
-            "return the same parts on every rank, with sum 0 and weight 0 where one is empty",
+            f"ranks have different {kind} in one step: {listed}",
+            f"return the same {kind} on every rank, {WHERE_EMPTY}",
         )
     return bool(failed)
+
+
+def _smaller_batch(error: Exception) -> OutOfMemoryError:
+    return OutOfMemoryError(str(error).splitlines()[0], "lower batch_size")
 
 
 def is_out_of_memory(error: Exception) -> bool:

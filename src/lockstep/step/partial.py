@@ -14,6 +14,9 @@ from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.task import PartialLoss
 
+PARTS = "parts of the loss"
+WHERE_EMPTY = "with sum 0 and weight 0 where one is empty"
+
 
 def as_partial(
     result: PartialLoss | Tensor, micro_batch: MicroBatch, is_averaged: bool = False
@@ -45,13 +48,15 @@ def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
         raise ConfigError(
             problem, "return a mean or a PartialLoss; if nothing counts, 0 * output.sum()"
         )
-    names = sorted(part.parts)
+    return same_names(sorted(part.parts), before, PARTS)
+
+
+def same_names(names: list[str], before: list[str] | None, kind: str) -> list[str]:
+    """Return the names of a micro-batch's parts or terms; refuse others than those `before`."""
     if before is not None and names != before:
         listed = " and ".join(", ".join(one) or "none" for one in (before, names))
-        problem = f"two micro-batches of a step have different parts of the loss: {listed}"
-        raise ConfigError(
-            problem, "return the same parts for each, with sum 0 and weight 0 where one is empty"
-        )
+        problem = f"two micro-batches of a step have different {kind}: {listed}"
+        raise ConfigError(problem, f"return the same {kind} for each, {WHERE_EMPTY}")
     return names
 
 

@@ -8,6 +8,7 @@ the same number of times. The package is named after this rule.
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.dist import position
+from lockstep.dist.agreement import is_shared
 from lockstep.dist.batch_norm import padding, refuse_changed_split, refuse_padding
 from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.trained import TrainedParameters
@@ -24,12 +26,13 @@ from lockstep.errors import LockstepError
 from lockstep.exact.contrastive import GatheredRows
 from lockstep.exact.reducer import ExactReducer
 from lockstep.randomness import seed_everything
-from lockstep.step.memory import Rows, run_alone, run_together
-from lockstep.step.partial import as_partial, names_of, number, row_of
+from lockstep.step.memory import Rows, count_together, run_alone, run_together
+from lockstep.step.partial import as_partial, names_of, row_of
 from lockstep.step.reduction import choose_reduction
 from lockstep.step.report import StepReport
+from lockstep.step.terms import TERMS, check_counted, units_row
 from lockstep.step.update import choose_update, init_momentum
-from lockstep.task import Context, PartialLoss
+from lockstep.task import Context, PartialLoss, Task
 
 if TYPE_CHECKING:
     from lockstep.dist.world import World
@@ -46,33 +49,22 @@ def train_step(
     optimizer: Optimizer,
     batch: StepBatch,
     world: "World",
-    **options: Any,
+    *,
+    weights: Weights | None = None,
+    seed: int = 0,
+    max_grad_norm: float | None = None,
+    autocast: AbstractContextManager[Any] | None = None,
+    scaler: GradScaler | None = None,
+    exact_reducer: ExactReducer | None = None,
+    non_finite: Tensor | None = None,
+    agree_on_memory: bool = False,
+    trained: TrainedParameters | None = None,
+    buffers_later: bool = False,
 ) -> StepReport:
     """Update the weights once, along the gradient of the mean over the global batch. Collective.
 
     A step whose loss or gradient is not finite, or whose total weight is negative, leaves the
     weights unchanged.
-
-    Args:
-        options: The keyword arguments of `TrainStep`.
-
-    Raises:
-        OutOfMemoryError: on all ranks; the weights are unchanged. Replicate the model again.
-        TrainedParametersError: `requires_grad` changed after the model was replicated; the
-            weights are unchanged. On all ranks with `agree_on_memory`, else on the rank that saw
-            it.
-    """
-    take_step = TrainStep(loss, model, optimizer, world, **options)
-    if world.custom_loop is None:
-        return take_step(batch)
-    world.custom_loop.start_step(model, optimizer, batch)
-    report = take_step(batch)
-    world.custom_loop.end_step(batch, report)
-    return report
-
-
-class TrainStep:
-    """Takes the steps of one model. The classes that reduce and update are chosen here, once.
 
     Args:
         weights: A task's `weights`, for a loss of several terms with units of their own.
@@ -88,41 +80,69 @@ class TrainStep:
         buffers_later: Leave each rank's buffers as its own forward passes made them. Call
             `world.sync_buffers(model)` before they are used; until then an evaluation differs
             between ranks. Otherwise every rank has the first rank's buffers after the step.
+
+    Raises:
+        OutOfMemoryError: on all ranks; the weights are unchanged. Replicate the model again.
+        TrainedParametersError: `requires_grad` changed after the model was replicated; the
+            weights are unchanged. On all ranks with `agree_on_memory`, else on the rank that saw
+            it.
+    """
+    take_step = TrainStep(
+        loss,
+        model,
+        optimizer,
+        world,
+        weights=weights,
+        seed=seed,
+        max_grad_norm=max_grad_norm,
+        autocast=autocast,
+        scaler=scaler,
+        exact_reducer=exact_reducer,
+        non_finite=non_finite,
+        agree_on_memory=agree_on_memory,
+        trained=trained,
+        buffers_later=buffers_later,
+    )
+    if world.custom_loop is None:
+        return take_step(batch)
+    world.custom_loop.start_step(model, optimizer, batch)
+    report = take_step(batch)
+    world.custom_loop.end_step(batch, report)
+    return report
+
+
+@dataclass(eq=False)
+class TrainStep:
+    """Takes the steps of one model. The classes that reduce and update are chosen here, once.
+
+    The fields are the arguments of `train_step`.
     """
 
-    def __init__(
-        self,
-        loss: Loss,
-        model: nn.Module,
-        optimizer: Optimizer,
-        world: "World",
-        *,
-        weights: Weights | None = None,
-        seed: int = 0,
-        max_grad_norm: float | None = None,
-        autocast: AbstractContextManager[Any] | None = None,
-        scaler: GradScaler | None = None,
-        exact_reducer: ExactReducer | None = None,
-        non_finite: Tensor | None = None,
-        agree_on_memory: bool = False,
-        trained: TrainedParameters | None = None,
-        buffers_later: bool = False,
-    ) -> None:
-        self.loss = loss
-        self.model = model
-        self.optimizer = optimizer
-        self.world = world
-        self.weights = weights
-        self.seed = seed
-        self.max_grad_norm = max_grad_norm
-        self.autocast = autocast or nullcontext()
-        self.non_finite = non_finite
-        self.reduction = choose_reduction(model, world, exact_reducer)
-        self.update = choose_update(optimizer, world.device, scaler, non_finite)
-        self.run_passes = run_together if agree_on_memory else run_alone
-        self.trained = trained or self.reduction.trained
+    loss: Loss
+    model: nn.Module
+    optimizer: Optimizer
+    world: "World"
+    _: KW_ONLY
+    weights: Weights | None = None
+    seed: int = 0
+    max_grad_norm: float | None = None
+    autocast: AbstractContextManager[Any] | None = None
+    scaler: GradScaler | None = None
+    exact_reducer: ExactReducer | None = None
+    non_finite: Tensor | None = None
+    agree_on_memory: bool = False
+    trained: TrainedParameters | None = None
+    buffers_later: bool = False
+
+    def __post_init__(self) -> None:
+        if getattr(self.weights, "__func__", None) is Task.weights:  # has no terms
+            self.weights = None
+        self.reduction = choose_reduction(self.model, self.world, self.exact_reducer)
+        self.update = choose_update(self.optimizer, self.world.device, self.scaler, self.non_finite)
+        self.run_passes = run_together if self.agree_on_memory else run_alone
+        self.trained = self.trained or self.reduction.trained
         # Exact mode merges the statistics of all ranks itself.
-        self.syncs_buffers = not (buffers_later or exact_reducer)
+        self.syncs_buffers = not (self.buffers_later or self.exact_reducer)
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Update the weights once. Collective."""
@@ -136,8 +156,9 @@ class TrainStep:
             rows, names = self.run_passes(passes.run, reduction)
             with world.phase("exchange"):
                 grads = reduction.gradients(optimizer)
-        except LockstepError as error:
-            error.is_before_update = True
+        except Exception as error:
+            if isinstance(error, LockstepError) or is_shared(error):
+                error.is_before_update = True  # type: ignore[attr-defined]
             raise
 
         update.unscale(optimizer)
@@ -169,23 +190,38 @@ class TrainStep:
             refuse_padding(unwrap(self.model), batch.num_leaves, self.world.size)
 
     def total_weights(self, batch: StepBatch) -> dict[str, Tensor]:
-        """Return the step's total weight of each term of the loss, if it has terms. Collective."""
+        """Return the step's total weight of each term of the loss, if it has terms. Collective.
+
+        Raises:
+            Exception: raised by `weights`, on that rank; the others raise an OtherRankError.
+            ConfigError: on all ranks, if `weights` returned other names or no number on one.
+        """
         if self.weights is None:
             return {}
-        rows = []
+        counted, names = count_together(
+            lambda: self.count(batch), TERMS, self.world, self.agree_on_memory
+        )
+        if not names:
+            return {}
+        totals = self.reduction.total(counted, batch)
+        # A term without units in the whole step has sum 0; divide it by 1.
+        return dict(zip(names, torch.where(totals == 0, 1.0, totals), strict=True))
+
+    def count(self, batch: StepBatch) -> Rows:
+        """Count the units of each term in this rank's micro-batches."""
+        assert self.weights is not None
+        rows: list[Tensor] = []
+        names: list[str] | None = None
         for micro_batch in batch.micro_batches:
             place = micro_batch.leaf.place
             # The same seed as before the loss, so that both draw the same random numbers.
             seed_everything(self.world.device, self.seed, batch.step, place)
             context = Context(self.world, self.seed, batch.step, place)
             counted = self.weights(micro_batch.data, context)
-            if not counted:
-                return {}
-            numbers = [number(n, self.world.device) for n in counted.values()]
-            rows.append(torch.stack(numbers) * micro_batch.counts)
-        totals = self.reduction.total(rows, batch)
-        # A term without units in the whole step has sum 0; divide it by 1.
-        return dict(zip(counted, torch.where(totals == 0, 1.0, totals), strict=True))
+            names = check_counted(counted, names)
+            row = units_row(counted, names, self.world.device)
+            rows.append(row if micro_batch.counts else torch.zeros_like(row))
+        return rows, names or []
 
 
 class Passes:
@@ -244,7 +280,7 @@ class Passes:
             exact=step.reduction.is_exact,
             changed_split=self.batch.changed_split,
         )
-        with step.autocast:
+        with step.autocast or nullcontext():
             result = step.loss(model, micro_batch.data, context)
             return as_partial(result, micro_batch, bool(self.totals))
 
@@ -264,7 +300,7 @@ def mean_divisor(weight: Tensor, num_averaged: int) -> Tensor:
 def without_weight(sums: Tensor, totals: Mapping[str, Tensor]) -> Tensor:
     """Return the sums with weight 1: the terms of the loss are divided by their totals already.
 
-    A negative total stays, and makes the step non-finite.
+    A total of NaN stays, and makes the step non-finite.
     """
     least = torch.stack(tuple(totals.values())).min()
-    return torch.cat([sums[:1], torch.where(least < 0, least, 1.0)[None], sums[2:]])
+    return torch.cat([sums[:1], torch.where(least > 0, 1.0, least)[None], sums[2:]])

@@ -47,7 +47,7 @@ def needed(owner: Any, path: str, use: str) -> Any:
 def foreach(operation: str) -> Callable[..., Any]:
     """Return torch's kernel that applies an operation to a list of tensors, or a loop over them.
 
-    >>> foreach("add")([torch.ones(1), torch.zeros(1)], 2.0)
+    >>> list(foreach("add")([torch.ones(1), torch.zeros(1)], 2.0))
     [tensor([3.]), tensor([2.])]
     """
     fused = getattr(torch, f"_foreach_{operation}", None)
@@ -73,9 +73,10 @@ def check_write_counter(tensors: Any = Tensor) -> None:
 def num_writes(tensor: Tensor) -> int:
     """Return how often a tensor was written to in place, as counted by autograd; -1 if unknown.
 
-    Autograd does not count writes to a tensor that was made in inference mode.
+    Autograd does not count writes to a tensor that was made in inference mode, and torch may stop
+    to tell.
     """
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else getattr(tensor, "_version", -1)
 
 
 def aten_operator(name: str) -> Any:

@@ -88,7 +88,7 @@ class CTClipTask(Task):
         """Return the number of pairs in the loss, and the metrics that cannot be measured."""
         plan = contract.plan
         exact = self.config.run_config().exact
-        num_pairs = plan.global_batch if exact else plan.total_batch
+        num_pairs = plan.global_batch if exact else plan.samples_at_once
         lines = [f"Pairs compared in the loss: {num_pairs}"]
         if self.entries[1] and not self.findings:
             lines.append("warning: held-out volumes have no labels; only retrieval is measured")

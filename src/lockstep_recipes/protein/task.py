@@ -229,7 +229,7 @@ class ProteinTask(Task):
             lines += [f"DDP 模式: 启用 (world_size={world.size})"]
             lines += [f"模型已包装为 DDP (device_id={world.local_rank})"]
         lines += [f"批次大小: {plan.leaf_size} (每GPU)"]
-        lines += [f"总批次大小: {plan.total_batch} (所有GPU)"]
+        lines += [f"总批次大小: {plan.samples_at_once} (所有GPU)"]
         if config.use_discrete_diffusion:
             lines += [f"扩散模型: 启用 (时间步数: {config.num_diffusion_steps})"]
         else:
