@@ -148,7 +148,7 @@ class TrainStep:
         """Update the weights once. Collective."""
         model, optimizer, world = self.model, self.optimizer, self.world
         reduction, update = self.reduction, self.update
-        optimizer.zero_grad()  # a failed step, or another network's loss, may have left gradients
+        optimizer.zero_grad()  # of the last step, or of another network's loss
         try:
             self.check(batch)
             totals = self.total_weights(batch)
@@ -174,7 +174,6 @@ class TrainStep:
         with world.phase("update"):
             init_momentum(optimizer)
             update.apply(optimizer, grads, divisor, report)  # calls optimizer.step()
-            optimizer.zero_grad()
         reduction.end()
         if self.syncs_buffers:
             sync_buffers(model, world)

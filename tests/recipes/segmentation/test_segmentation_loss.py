@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.step.reduction import Reduction
-from lockstep.step.train_step import all_weights
+from lockstep.step.train_step import TrainStep
 from lockstep.task import Context
 from lockstep.testing import FakeWorld
 from lockstep_recipes.segmentation.evaluate import normalise
@@ -145,9 +144,10 @@ def test_a_term_without_a_unit_is_zero_and_keeps_its_graph(make_task, read_batch
         ]
         step = 0
 
-    reduction = Reduction(torch.nn.Module(), FakeWorld())
-    totals = all_weights(task.weights, Step, FakeWorld(), 0, reduction)
     model = task.build_model()
+    optimizer = task.build_optimizer(model, 0.1)
+    step = TrainStep(task.loss, model, optimizer, FakeWorld(), weights=task.weights)
+    totals = step.total_weights(Step)
     made = task.loss(model, batch, Context(FakeWorld(), 0, 0, 0, weights=totals))
     made.loss_sum.backward()
     assert float(made.loss_sum.detach()) == 0
