@@ -291,6 +291,28 @@ def test_weights_that_do_not_fit_change_nothing(change: Any, line: str) -> None:
     assert same(snapshot(model.state_dict()), before)
 
 
+class Remembering(nn.Module):
+    """Keeps inputs in a buffer that grows."""
+
+    def __init__(self, num_kept: int = 0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+        self.register_buffer("memory", torch.ones(num_kept, 4))
+
+
+def test_a_buffer_gets_the_saved_shape_and_a_parameter_does_not() -> None:
+    target = nn.Sequential(Remembering())
+    load_model_state(target, snapshot(nn.Sequential(Remembering(8)).state_dict()))
+    assert torch.equal(dict(target.named_buffers())["0.memory"], torch.ones(8, 4))
+    state = snapshot(nn.Sequential(Remembering(9)).state_dict())
+    with pytest.raises(CheckpointError, match="different   0.inner.bias") as caught:
+        load_model_state(target, {**state, "0.inner.bias": torch.ones(2)})
+    assert "memory" not in caught.value.problem
+    assert len(dict(target.named_buffers())["0.memory"]) == 8
+    with pytest.raises(CheckpointError, match="different   0.memory"):
+        load_model_state(target, {**state, "0.memory": torch.ones(9, 4).half()})
+
+
 Mutation = Callable[[dict[str, Any], str, random.Random], object]
 MUTATIONS: dict[str, Mutation] = {
     "missing": lambda state, name, rng: state.pop(name),

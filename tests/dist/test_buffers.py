@@ -18,6 +18,7 @@ from lockstep import (
     train_step,
 )
 from lockstep.dist.ddp import unwrap
+from lockstep.dist.same_state import checksums
 from lockstep.dist.training_buffers import TrainingBuffers
 from lockstep.testing import FakeWorld, TinyTask, run_ranks
 
@@ -229,3 +230,156 @@ class Cached(CentredTask):
 def test_a_buffer_of_another_shape_on_each_rank_stays_its_own(tmp_path: Path) -> None:
     first, second = run_ranks(2, fit_centred, tmp_path, Cached(assigns=False), 3, 99)
     assert [len(first["cache"]), len(second["cache"])] == [4, 5]
+
+
+# --- Buffers of another size on each rank ---------------------------------------------------------
+
+
+class Rotated(nn.Module):
+    """Keeps a cache as long as the longest input so far, before a buffer of a fixed size."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("cos", torch.ones(length))
+        self.register_buffer("scale", torch.full((4,), float(length)))
+
+
+def synchronised_after_growth(lengths: list[int]) -> Any:
+    with World.enter("cpu", timeout_s=20) as world:
+        model = Rotated(4)
+        replica = world.replicate(model)
+        model.register_buffer("cos", torch.ones(lengths[world.rank]))
+        model.scale.fill_(world.rank)
+        model.norm.running_mean.fill_(world.rank)
+        world.sync_buffers(replica)
+        world.replicate(replica)  # as after unfreezing
+        return [model.cos.tolist(), model.scale.tolist(), model.norm.running_mean.tolist()]
+
+
+@pytest.mark.parametrize("lengths", [[4, 11], [11, 4]])
+def test_a_buffer_that_grew_on_one_rank_is_left_and_the_others_are_synchronised(
+    lengths: list[int],
+) -> None:
+    found = run_ranks(2, synchronised_after_growth, lengths)
+    assert found == [[[1.0] * length, [0.0] * 4, [0.0] * 2] for length in lengths]
+
+
+def collectives_of_a_synchronisation() -> list[int]:
+    with World.enter("cpu", timeout_s=20) as world:
+        counts = []
+        for model in (nn.Linear(2, 2), nn.BatchNorm1d(2), Rotated(4)):
+            before = world.num_collectives
+            world.sync_buffers(model)
+            counts.append(world.num_collectives - before)
+        return counts
+
+
+def test_shapes_are_compared_only_if_there_are_other_buffers_than_running_statistics() -> None:
+    assert run_ranks(2, collectives_of_a_synchronisation) == [[0, 1, 2]] * 2
+
+
+# --- Writes through .data, which autograd does not count ------------------------------------------
+
+
+class Hidden(Centred):
+    """Moves its centre through `.data`, as many codebooks do, at every `every`-th call."""
+
+    every = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(self.inner(x)) * self.constant
+        self.num_calls += self.training
+        if self.training and self.num_calls % self.every == 0:
+            self.centre.data.mul_(0.5).add_(0.5 * out.detach().mean(dim=0))
+        return out - self.centre
+
+
+class HiddenTask(CentredTask):
+    def build_model(self) -> nn.Module:
+        self.model = Hidden(False, 1).double()
+        return self.model
+
+
+def test_a_buffer_written_through_data_is_the_same_whenever_one_saves_or_stops(
+    tmp_path: Path,
+) -> None:
+    def fitted_hidden(folder: str, max_steps: int = 6, every_steps: int = 100) -> Any:
+        task = HiddenTask(assigns=False)
+        ends = run_ranks(2, fit_centred, tmp_path / folder, task, max_steps, every_steps)
+        assert ends[0] == ends[1]
+        return ends[0]
+
+    straight = fitted_hidden("straight")
+    assert fitted_hidden("saving", every_steps=1) == straight
+    fitted_hidden("resumed", max_steps=3)
+    assert fitted_hidden("resumed") == straight
+
+
+@pytest.mark.parametrize(("every", "noticed_after"), [(1, 1), (3, 4), (10, 16)])
+def test_a_rare_write_through_data_is_noticed_after_a_power_of_two_of_steps(
+    every: int, noticed_after: int
+) -> None:
+    model = Hidden(assigns=False, from_call=1)
+    model.every = every
+    buffers = TrainingBuffers(model, FakeWorld(size=2))
+    for step in range(1, 20):
+        buffers.begin_step()
+        model(torch.randn(4, 5))
+        buffers.end_step()
+        assert buffers.has_news is (step >= noticed_after), step
+
+
+def test_contents_are_compared_after_powers_of_two_of_steps_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Centred(assigns=False, from_call=99)
+    buffers = TrainingBuffers(model, FakeWorld(size=2))
+    calls: list[Any] = []
+
+    def note(named: Any) -> Any:
+        calls.append(named)
+        return checksums(named)
+
+    monkeypatch.setattr("lockstep.dist.buffer_places.checksums", note)
+    compared = []
+    for step in range(1, 40):
+        calls.clear()
+        buffers.begin_step()
+        buffers.end_step()
+        if calls:
+            compared.append(step)
+    assert compared == [1, 2, 4, 8, 16, 32]
+
+
+# --- Running statistics that training reads -------------------------------------------------------
+
+
+class Teacher(CentredTask):
+    """Learns from its own output in evaluation mode, which reads running statistics."""
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+        return self.model
+
+    def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        self.model.eval()
+        with torch.no_grad():
+            taught = self.model(batch["x"])
+        self.model.train(context.training)
+        off = (model(batch["x"]) - taught).square()
+        return PartialLoss(made.loss_sum + 0.1 * off.sum(), made.weight)
+
+
+def test_a_resume_equals_never_stopping_if_training_reads_running_statistics(
+    tmp_path: Path,
+) -> None:
+    def taught(folder: str, max_steps: int = 6) -> Any:
+        return run_ranks(2, fit_centred, tmp_path / folder, Teacher(False), max_steps, 3)
+
+    straight = taught("straight")
+    taught("resumed", max_steps=3)
+    assert taught("resumed") == straight

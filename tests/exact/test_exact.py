@@ -278,6 +278,27 @@ class OwnBuffer(Mlp):
         return Remembers()
 
 
+class HiddenBuffer(Mlp):
+    """A forward pass that remembers through `.data`, in every third micro-batch."""
+
+    def build_model(self) -> nn.Module:
+        return RemembersInData()
+
+
+class AssignedBuffer(Mlp):
+    """A forward pass that remembers in a new tensor."""
+
+    def build_model(self) -> nn.Module:
+        return RemembersAnew()
+
+
+class CachedBuffer(Mlp):
+    """A forward pass that makes a constant again, and a longer cache."""
+
+    def build_model(self) -> nn.Module:
+        return Caches()
+
+
 class OwnStatistics(Mlp):
     """Running statistics that do not count how often they moved."""
 
@@ -300,6 +321,34 @@ class Remembers(nn.Module):
         return self.linear(x)
 
 
+class RemembersInData(Remembers):
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += self.training
+        if self.training and self.num_calls % 3 == 0:
+            self.seen.data += len(x)
+        return self.linear(x)
+
+
+class RemembersAnew(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = self.seen + len(x)
+        return self.linear(x)
+
+
+class Caches(Remembers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.zeros(())
+        self.cache = torch.cat([self.cache, self.cache[:1]])
+        return self.linear(x) * self.cache[-1]
+
+
 class Unannounced(Contrast):
     gathers = False
 
@@ -316,9 +365,11 @@ def test_a_stream_that_knows_its_rank_is_seen(tmp_path: Path) -> None:
     ("task", "more", "message"),
     [
         (OwnBuffer(), {}, "the forward pass changes seen"),
+        (AssignedBuffer(), {}, "the forward pass changes seen"),
+        (HiddenBuffer(), {}, "the forward pass changes seen"),
         (OwnStatistics(), {}, "the forward pass changes 2.running_mean, 2.running_var"),
         (Unannounced(), {}, "gathers = True"),
-        (Mlp(), {"sync_batch_norm": True}, "unset one"),
+        (Mlp(), {"sync_batch_norm": True}, "unset exact or sync_batch_norm"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(
@@ -326,6 +377,10 @@ def test_what_cannot_be_exact_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train_task(task, tmp_path, more)
+
+
+def test_a_cache_that_is_made_again_or_grows_is_not_refused(tmp_path: Path) -> None:
+    train_task(CachedBuffer(), tmp_path, {})
 
 
 def test_a_kernel_that_does_not_repeat_itself_is_named() -> None:

@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.run.kept_buffers import KeptBuffers
 from lockstep.testing import TinyTask, run_ranks
 
-HOWS = ["written", "assigned", "grown", "detached", "inferred", "inferred in place"]
+HOWS = ["written", "assigned", "grown", "detached", "inferred", "inferred in place", "data"]
 
 
 class Counting(nn.Module):
@@ -35,6 +35,8 @@ class Counting(nn.Module):
             self.count = torch.cat([self.count + 1, self.count])
         elif self.how == "detached":
             self.count.detach().add_(1)
+        elif self.how == "data":
+            self.count.data += 1
         else:
             is_new = self.how == "inferred" or not self.count.is_inference()
             with torch.inference_mode():
@@ -99,6 +101,16 @@ def test_a_dropped_step_leaves_no_trace_in_a_buffer_that_changed_late(
 ) -> None:
     """Two calls in each counted step, and four in each of half micro-batches."""
     assert run_ranks(1, count_after, CountingTask(how, fault), tmp_path) == [expected]
+
+
+def test_also_if_the_first_write_through_data_is_in_the_dropped_step() -> None:
+    model = Several()
+    kept = KeptBuffers(model)
+    before = values(model)
+    kept.keep(None)
+    model.get_buffer("a").data += 1
+    kept.restore()
+    assert values(model) == before
 
 
 def test_also_on_two_ranks(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.dist.buffer_places import buffer_places
 from lockstep.dist.fsdp import gathered, is_dtensor, rows_of, shard_like
 from lockstep.errors import CheckpointError
 
@@ -223,13 +224,25 @@ def snapshot(tree: Any, is_wanted: bool = True, spare: dict[str, Tensor] | None 
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load weights into a model that has exactly those names, shapes and dtypes.
 
-    torch would cast another dtype silently. If anything does not fit, nothing is changed.
+    Only a buffer, other than a running statistic, may have another shape: a forward pass may have
+    replaced it, so the model gets one of the saved shape. torch would cast another dtype silently.
+    If anything does not fit, nothing is changed.
 
     Raises:
         CheckpointError: with one line per difference.
     """
-    expected: Mapping[str, Any] = model.state_dict()
+    expected: dict[str, Any] = model.state_dict()
+    places = {name: p for name, p in buffer_places(model).items() if not p.is_statistic}
+    saved = state if isinstance(state, Mapping) else {}
+    reshaped = {
+        name: expected[name].new_empty(saved[name].shape)
+        for name in places.keys() & expected.keys() & saved.keys()
+        if getattr(saved[name], "shape", expected[name].shape) != expected[name].shape
+    }
+    expected.update(reshaped)
     check_weights(state, expected)
+    for name, buffer in reshaped.items():
+        places[name].assign(buffer)
     model.load_state_dict({name: shard_like(state[name], expected[name]) for name in expected})
 
 

@@ -183,15 +183,18 @@ def first_difference(
     Args:
         describe: Describes how the first rank's values differ from those of another rank.
     """
-    if world.size == 1:
-        return ""
-    digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=7).digest()
-    label = int.from_bytes(digest, "little")
-    highest, lowest = world.all_max(label, -label)
-    if highest == -lowest:
+    if world.size == 1 or is_same(own, world):
         return ""
     first = world.all_values(own if world.is_first else {})[0]
     return first_of_ranks(describe(first, own, world.rank), world)
+
+
+def is_same(own: Any, world: Collectives) -> bool:
+    """Return whether a value that JSON can hold is the same on every rank. Collective."""
+    digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=7).digest()
+    label = int.from_bytes(digest, "little")
+    highest, lowest = world.all_max(label, -label)
+    return highest == -lowest
 
 
 def first_of_ranks(own: T, world: Collectives) -> T:

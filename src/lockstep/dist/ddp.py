@@ -5,7 +5,7 @@ Does not own: when gradients are exchanged, which the step decides, or sharded m
 which have no wrapper and average gradients after every micro-batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lockstep.dist.agreement import is_same
+from lockstep.dist.buffer_places import Mark, buffer_places
 from lockstep.dist.collectives import Collectives, GradBucket
 from lockstep.dist.fsdp import is_sharded
 from lockstep.dist.pace import Pace
@@ -66,17 +68,19 @@ def replicate(
     world: Collectives,
     averaging: "Averaging | ExactReducer | None" = None,
     bucket_mb: int | None = None,
+    is_again: bool = False,
 ) -> nn.Module:
     """Put `model` on this rank's device; with several ranks, average its gradients.
 
     All ranks start from the first rank's weights. The forward pass does not synchronise buffers:
     `train_step` does so at its end, or call `sync_buffers` before you use them. A replicated
-    model is replicated again, for the parameters that now require a gradient. A sharded model is
-    returned unchanged.
+    model is replicated again, for the parameters that now require a gradient; its weights, the
+    same on every rank, are not sent again. A sharded model is returned unchanged.
 
     Args:
         averaging: How gradients are averaged; by default as before, or with an `Averaging`. An
             `ExactReducer` sums them to the same bits on any number of ranks.
+        is_again: The model was replicated before, and has been unwrapped.
 
     Raises:
         ConfigError: on all ranks, if their parameters or trained parameters differ, or if an
@@ -91,15 +95,18 @@ def replicate(
             )
     if is_sharded(model):
         return model
-    if isinstance(model, Replica) and averaging is None:
-        averaging = model.exchanges
+    if isinstance(model, Replica):
+        is_again = True
+        averaging = averaging or model.exchanges
     check_same_model(unwrap(model), world)
     model = unwrap(model).to(world.device)
     if isinstance(averaging, ExactReducer):
         averaging.set_model(model)
     if world.size == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
-    return Replica(model, world, averaging or Averaging(world), bucket_mb)
+    if is_again:
+        sync_buffers(model, world)  # torch would send them all, also those that have grown
+    return Replica(model, world, averaging or Averaging(world), bucket_mb, not is_again)
 
 
 class Replica(DistributedDataParallel):
@@ -107,6 +114,7 @@ class Replica(DistributedDataParallel):
 
     Args:
         exchanges: Averages or sums gradients over ranks, a bucket at a time.
+        sends_weights: Whether all ranks get the first rank's weights and buffers.
     """
 
     def __init__(
@@ -115,10 +123,12 @@ class Replica(DistributedDataParallel):
         world: Collectives,
         exchanges: "Averaging | ExactReducer",
         bucket_mb: int | None = None,
+        sends_weights: bool = True,
     ) -> None:
         options: dict[str, Any] = no_buffer_sync()
         super().__init__(
             model,
+            init_sync=sends_weights,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             bucket_cap_mb=bucket_mb,
@@ -249,11 +259,32 @@ def own_seconds(model: nn.Module) -> float:
 def sync_buffers(model: nn.Module, world: Collectives) -> None:
     """Give all ranks the first rank's buffers, such as running statistics. Collective.
 
-    Expanded buffers are skipped.
+    A buffer is skipped if its shape differs between ranks, as of a cache for the longest sequence
+    so far, or if it is expanded. Running statistics have one shape, so it is not compared.
     """
     if world.size == 1:
         return
-    all_tensors_from_first(unwrap(model).buffers(), world)
+    model = unwrap(model)
+    once = dict(model.named_buffers())  # a shared buffer has one name
+    places = {name: place for name, place in buffer_places(model).items() if name in once}
+    others = {name: place.mark() for name, place in places.items() if not place.is_statistic}
+    statistics = [once[name] for name, place in places.items() if place.is_statistic]
+    all_tensors_from_first([*statistics, *all_of_one_form(others, world).values()], world)
+
+
+def all_of_one_form(marks: Mapping[str, Mark], world: Collectives) -> dict[str, Tensor]:
+    """Return the buffers with the same type and shape on every rank, by name. Collective.
+
+    Nothing is sent if there are no `marks`, which must be so on all ranks or none.
+    """
+    forms = {name: marks[name].form for name in sorted(marks)}
+    ranks = [] if not forms or is_same(forms, world) else world.all_values(forms)
+    return {
+        name: buffer
+        for name, form in forms.items()
+        if form and (buffer := marks[name].buffer) is not None
+        if all(other.get(name) == form for other in ranks)
+    }
 
 
 @torch.no_grad()
@@ -263,7 +294,7 @@ def all_tensors_from_first(tensors: Iterable[Tensor], world: Collectives) -> Non
     They are sent as the bytes of one tensor. The widest types come first, so that each tensor is
     aligned for its type.
     """
-    buffers = [b for b in tensors if b.numel() and not shares_elements(b)]
+    buffers = [buffer for buffer in tensors if buffer.numel()]
     buffers.sort(key=lambda buffer: -buffer.element_size())
     if not buffers:
         return
@@ -272,12 +303,6 @@ def all_tensors_from_first(tensors: Iterable[Tensor], world: Collectives) -> Non
     pieces = torch.split(flat, [b.numel() * b.element_size() for b in buffers])
     for buffer, piece in zip(buffers, pieces, strict=True):
         buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
-
-
-def shares_elements(tensor: Tensor) -> bool:
-    """Return whether several indices share one element: such a tensor cannot be written to."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in sizes)
 
 
 def unwrap(model: T) -> T:

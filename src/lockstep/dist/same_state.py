@@ -148,6 +148,17 @@ def checksum(value: Tensor) -> Tensor:
     return total
 
 
+def checksums(named: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the checksum of each tensor; waits for each device once."""
+    sums = {name: checksum(value) for name, value in named.items()}
+    found: dict[str, int] = {}
+    for device in {value.device for value in sums.values()}:
+        names = [name for name, value in sums.items() if value.device == device]
+        numbers = torch.stack([sums[name] for name in names]).tolist()
+        found.update(zip(names, numbers, strict=True))
+    return found
+
+
 @lru_cache(maxsize=1)
 def _multipliers(device: torch.device) -> Tensor:
     """Return pseudo-random odd numbers, the same on every rank."""
@@ -164,13 +175,8 @@ def _checksums(modules: Mapping[str, nn.Module]) -> dict[str, str]:
             is_plain = parameter.layout == torch.strided and not parameter.is_meta
             is_known = not nn.parameter.is_lazy(parameter)
             if is_known and is_plain and not is_dtensor(parameter):
-                found[f"parameter {_dotted(above, name)}"] = checksum(parameter)
-    devices = {value.device for value in found.values()}
-    for device in devices:
-        names = [name for name, value in found.items() if value.device == device]
-        numbers = torch.stack([found[name] for name in names]).cpu()
-        found.update(zip(names, numbers, strict=True))
-    return {name: f"checksum {value.item() % 2**64:016x}" for name, value in found.items()}
+                found[f"parameter {_dotted(above, name)}"] = parameter
+    return {name: f"checksum {number % 2**64:016x}" for name, number in checksums(found).items()}
 
 
 def _settings(

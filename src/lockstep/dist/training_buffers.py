@@ -5,15 +5,12 @@ running statistics of normalisation layers: training does not read them, so they
 only before they are used (`ddp.sync_buffers`).
 """
 
-import json
-
 from torch import nn
 
-from lockstep.dist.agreement import RUNNING_STATISTICS
-from lockstep.dist.buffer_places import Mark, Place, buffer_places
+from lockstep.dist.buffer_places import Mark, UncountedWrites, buffer_places
 from lockstep.dist.collectives import Collectives
-from lockstep.dist.ddp import all_tensors_from_first
-from lockstep.torch_compat.private import NORMS_WITH_STATISTICS, check_write_counter
+from lockstep.dist.ddp import all_of_one_form, all_tensors_from_first
+from lockstep.torch_compat.private import check_write_counter
 
 
 class TrainingBuffers:
@@ -25,14 +22,15 @@ class TrainingBuffers:
     def __init__(self, model: nn.Module, world: Collectives) -> None:
         self._world = world
         places = buffer_places(model) if world.size > 1 else {}
-        self._places = {name: p for name, p in places.items() if not _is_statistic(p)}
+        self._places = {name: p for name, p in places.items() if not p.is_statistic}
         if self._places:
             check_write_counter()
         self._before: dict[str, Mark] = {}
+        self._uncounted = UncountedWrites()
         self._changed: set[str] = set()
-        """The buffers that steps have changed on this rank."""
+        """The buffers that steps have changed: on this rank, or as another rank has reported."""
         self._reported: dict[str, str] = {}
-        """The changed buffers and their forms, as last sent to the other ranks."""
+        """The changed buffers and their forms, as last compared with the other ranks."""
         self._synchronised: list[str] = []
 
     @property
@@ -42,6 +40,7 @@ class TrainingBuffers:
 
     def begin_step(self) -> None:
         """Remember the buffers before the forward passes of a step."""
+        self._uncounted.begin_step(self._places)
         self._before = {name: place.mark() for name, place in self._places.items()}
 
     def end_step(self) -> None:
@@ -49,6 +48,7 @@ class TrainingBuffers:
         for name, before in self._before.items():
             if self._places[name].mark().differs(before):
                 self._changed.add(name)
+        self._changed.update(self._uncounted.find(self._places))
         self._before = {}
 
     def agree(self) -> None:
@@ -57,14 +57,10 @@ class TrainingBuffers:
         A buffer whose shape differs between ranks is not synchronised, such as a cache for the
         longest sequence so far.
         """
+        for names in self._world.all_values(sorted(self._changed)):
+            self._changed.update(names)
         self._reported = self._forms()
-        texts = self._world.all_texts(json.dumps(self._reported))
-        changed = sorted({name for text in texts for name in json.loads(text)})
-        own = json.dumps({name: self._form(name) for name in changed})
-        forms = [json.loads(text) for text in self._world.all_texts(own)]
-        self._synchronised = [
-            name for name in changed if forms[0][name] and len({f[name] for f in forms}) == 1
-        ]
+        self._synchronised = [*all_of_one_form(self._marks(), self._world)]
 
     def synchronise(self) -> None:
         """Give every rank the first rank's copy of the agreed buffers. Collective."""
@@ -73,14 +69,9 @@ class TrainingBuffers:
             all_tensors_from_first([b for b in buffers if b is not None], self._world)
 
     def _forms(self) -> dict[str, str]:
-        return {name: self._form(name) for name in sorted(self._changed)}
+        return {name: mark.form for name, mark in self._marks().items()}
 
-    def _form(self, name: str) -> str:
-        """Return the shape and type of a buffer; "" if this rank has no buffer of the name."""
-        buffer = self._places[name].mark().buffer if name in self._places else None
-        return "" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
-
-
-def _is_statistic(place: Place) -> bool:
-    is_norm = isinstance(place.module, NORMS_WITH_STATISTICS)
-    return is_norm and place.attribute in RUNNING_STATISTICS
+    def _marks(self) -> dict[str, Mark]:
+        """Return what is in the places of the changed buffers; nothing where there is no place."""
+        places = ((name, self._places.get(name)) for name in sorted(self._changed))
+        return {name: place.mark() if place else Mark(None, -1) for name, place in places}

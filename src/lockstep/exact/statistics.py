@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.order import share
+from lockstep.dist.buffer_places import Mark, UncountedWrites, buffer_places
 from lockstep.dist.collectives import Collectives
+from lockstep.dist.same_state import checksum
 from lockstep.errors import ConfigError
-from lockstep.torch_compat.private import BATCH_NORMS, check_write_counter, num_writes
+from lockstep.torch_compat.private import BATCH_NORMS, check_write_counter
 
 
 class Statistics:
@@ -29,10 +31,12 @@ class Statistics:
         self._values = [b for pair in pairs for b in pair if b is not None]
         self._counts = [b for m in self._layers if (b := m.num_batches_tracked) is not None]
         known = {id(b) for b in (*self._values, *self._counts)}
-        self._others = [(n, b) for n, b in model.named_buffers() if id(b) not in known]
+        places = buffer_places(model)
+        self._others = {n: p for n, p in places.items() if id(p.mark().buffer) not in known}
         if self._others:
             check_write_counter()
-        self._versions: list[int] = []
+        self._marks: dict[str, Mark] = {}
+        self._uncounted = UncountedWrites()
         self._before: Tensor | None = None
         self._updates: list[Tensor] = []
 
@@ -47,7 +51,8 @@ class Statistics:
         self.restore()
         self._before = self._read()
         self._updates = []
-        self._versions = [num_writes(buffer) for _, buffer in self._others]
+        self._marks = {name: place.mark() for name, place in self._others.items()}
+        self._uncounted.begin_step(self._others)
 
     def before(self, place: int) -> None:
         """Start a leaf with zero statistics and the number of leaves before it."""
@@ -61,9 +66,9 @@ class Statistics:
 
     def after(self) -> None:
         """Keep the leaf's update."""
-        seen = zip(self._others, self._versions, strict=True)
-        changed = [name for (name, buffer), version in seen if num_writes(buffer) != version]
-        if changed:
+        before = self._marks
+        changed = [n for n, p in self._others.items() if _has_changed(before[n], p.mark())]
+        if changed := changed + self._uncounted.find(self._others):
             raise ConfigError(
                 f"the forward pass changes {', '.join(changed)}, which exact mode cannot merge",
                 "keep these buffers unchanged in the forward pass, or set exact=false",
@@ -108,3 +113,14 @@ class Statistics:
         values = torch.split(state, [b.numel() for b in buffers])
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value.view_as(buffer))
+
+
+def _has_changed(before: Mark, now: Mark) -> bool:
+    """Return whether a buffer was written to, or one of other values assigned in its place.
+
+    A cache may be assigned again with the same values, or longer than before.
+    """
+    if now.buffer is before.buffer or now.buffer is None or before.buffer is None:
+        return now.num_writes != before.num_writes
+    same_form = now.form == before.form
+    return same_form and checksum(now.buffer).item() != checksum(before.buffer).item()

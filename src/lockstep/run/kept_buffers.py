@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.dist.agreement import RUNNING_STATISTICS
-from lockstep.dist.buffer_places import Mark, Place, buffer_places
-from lockstep.dist.ddp import shares_elements
+from lockstep.dist.buffer_places import (
+    Mark,
+    Place,
+    UncountedWrites,
+    buffer_places,
+    can_be_copied,
+)
+from lockstep.dist.same_state import checksum
 
 
 class KeptBuffers:
@@ -30,6 +36,7 @@ class KeptBuffers:
         """Their values, flattened; not of buffers that cannot be written to."""
         self._changing: set[str] = set()
         """The buffers to copy before each step."""
+        self._uncounted = UncountedWrites()
 
     @torch.no_grad()
     def keep(self, non_finite: Tensor | None) -> None:
@@ -40,6 +47,8 @@ class KeptBuffers:
         """
         before = self._marks
         self._places = buffer_places(self._model)
+        self._changing.update(self._uncounted.find(self._places))
+        self._uncounted.begin_step(self._places)
         self._marks = {name: place.mark() for name, place in self._places.items()}
         groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = defaultdict(dict)
         for name, mark in self._marks.items():
@@ -70,17 +79,14 @@ class KeptBuffers:
             now = place.mark()
             if now.buffer is not mark.buffer:
                 place.assign(mark.buffer)
+            if mark.buffer is None or name not in self._copies:
+                continue
+            kept = self._copies[name].view_as(mark.buffer)
             is_written = name in self._changing or now.differs(mark)
-            if is_written and mark.buffer is not None and name in self._copies:
-                mark.buffer.copy_(self._copies[name].view_as(mark.buffer))
+            if is_written or checksum(kept).item() != checksum(mark.buffer).item():
+                mark.buffer.copy_(kept)
 
     def _kept(self, name: str, now: Tensor) -> Tensor:
         """Return the copy of a buffer, or its values now if it was another before."""
         copy = self._copies.get(name, now)
         return copy.to(now) if len(copy) == len(now) else now
-
-
-def can_be_copied(buffer: Tensor) -> bool:
-    """Return whether a buffer is a plain tensor in memory that can be written to."""
-    is_plain = buffer.layout == torch.strided and not buffer.is_quantized and not buffer.is_meta
-    return is_plain and not shares_elements(buffer)

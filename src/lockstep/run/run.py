@@ -197,11 +197,13 @@ class Run:
         Collective.
         """
         self.take_step = None
-        if unwrap(self.model) is not self.model:
+        is_again = unwrap(self.model) is not self.model
+        if is_again:
             self.model = unwrap(self.model)
             gc.collect()  # an exception may keep the old replica, whose hooks would still run
         averaging = self.exact_reducer or self.averaging
-        self.model = replicate(self.model, self.world, averaging, self.config.gradients.bucket_mb)
+        bucket_mb = self.config.gradients.bucket_mb
+        self.model = replicate(self.model, self.world, averaging, bucket_mb, is_again)
         self.averages.add_trained()
         pending = self.pending_optimizer
         num_groups = len(pending["param_groups"]) if pending else 0

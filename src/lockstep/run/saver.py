@@ -128,6 +128,8 @@ class Saver:
             self.record.events.write("checkpoint", step, path=path)
 
         is_sharded = run.config.checkpoint.sharded and run.world.size > 1
+        # Ranks' running statistics may differ, and a resume gives all of them the first rank's.
+        sync_buffers(unwrap(run.model), run.world)
         parts = together(run.world, lambda: self._copy(is_sharded))
         # Written before the checkpoint exists: a resume from it must find this event.
         stall_s = time.monotonic() - began
@@ -211,7 +213,6 @@ class Saver:
         world = self.run.world
         if not is_sharded:
             return snapshot(self.run.parts(), world.is_first, self._spare)
-        sync_buffers(unwrap(self.run.model), world)  # ranks' running statistics may differ
         parts = self.run.parts()
         of_first = {name: part for name, part in parts.items() if name in ("task", "callbacks")}
         share = share_of({**parts, **dict.fromkeys(of_first, {})}, world.rank, world.size)
