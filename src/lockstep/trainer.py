@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import NoReturn
@@ -87,7 +87,7 @@ class Votes:
 
     def of_all_ranks(self, world: World) -> "Votes":
         """Return the largest value of each field over all ranks. Collective."""
-        return Votes(*world.all_max(*map(int, astuple(self))))  # type: ignore[arg-type]
+        return Votes(*world.all_max(*map(int, vars(self).values())))  # type: ignore[arg-type]
 
 
 def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> RunResult:

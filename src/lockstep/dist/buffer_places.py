@@ -78,6 +78,11 @@ class UncountedWrites:
         self._num_steps = 0
         self._seen: dict[str, tuple[Mark, int]] = {}
 
+    @property
+    def are_looked_for(self) -> bool:
+        """Whether contents are compared in this step."""
+        return not self._num_steps & (self._num_steps - 1)
+
     def begin_step(self, places: Mapping[str, Place]) -> None:
         """Count a step; remember the contents before the first."""
         if not self._num_steps:
@@ -86,7 +91,7 @@ class UncountedWrites:
 
     def find(self, places: Mapping[str, Place]) -> list[str]:
         """Return the buffers with uncounted writes, if contents are compared in this step."""
-        if self._num_steps & (self._num_steps - 1):
+        if not self.are_looked_for:
             return []
         before, self._seen = self._seen, _contents(places)
         return [

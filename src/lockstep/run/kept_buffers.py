@@ -46,7 +46,8 @@ class KeptBuffers:
             non_finite: The sticky flag on the GPU: where it is set, the copies stay as they are.
         """
         before = self._marks
-        self._places = buffer_places(self._model)
+        if self._uncounted.are_looked_for:  # finding the places takes as long as a small layer
+            self._places = buffer_places(self._model)
         self._changing.update(self._uncounted.find(self._places))
         self._uncounted.begin_step(self._places)
         self._marks = {name: place.mark() for name, place in self._places.items()}
