@@ -160,13 +160,15 @@ class CentredTask(TinyTask):
         return self.model
 
 
-def fit_centred(folder: Path, task: CentredTask, max_steps: int, every_steps: int) -> Any:
+def fit_centred(
+    folder: Path, task: CentredTask, max_steps: int, every_steps: int, sharded: bool = False
+) -> Any:
     config = {
         "output_dir": str(folder),
         "max_steps": max_steps,
         "batch": {"batch_size": 2},
         "evaluation": {"save_best": False, "every_steps": 100},
-        "checkpoint": {"every_steps": every_steps},
+        "checkpoint": {"every_steps": every_steps, "sharded": sharded},
         "sinks": {"curves": False},
         "device": "cpu",
         "timeout_s": 60,
@@ -213,23 +215,39 @@ def test_running_statistics_and_constants_are_not_synchronised_at_every_step() -
 class Cached(CentredTask):
     """Keeps a cache as long as the longest input so far, which differs between ranks."""
 
+    width = 1
+
     def eval_data(self) -> Any:
         return None
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
-        model.register_buffer("cache", torch.zeros(1, dtype=torch.float64))
+        model.register_buffer("cache", torch.zeros(1, self.width, dtype=torch.float64))
         return model
 
     def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
         length = 2 + context.world.rank + context.step
-        unwrap(model).register_buffer("cache", torch.ones(length, dtype=torch.float64))
+        unwrap(model).register_buffer("cache", torch.ones(length, self.width, dtype=torch.float64))
         return super().loss(model, batch, context)
 
 
 def test_a_buffer_of_another_shape_on_each_rank_stays_its_own(tmp_path: Path) -> None:
     first, second = run_ranks(2, fit_centred, tmp_path, Cached(assigns=False), 3, 99)
     assert [len(first["cache"]), len(second["cache"])] == [4, 5]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_buffer_of_another_shape_on_each_rank_is_saved_from_the_first(
+    sharded: bool, tmp_path: Path
+) -> None:
+    task = Cached(assigns=False)
+    task.width = 100  # so that a share ends inside it
+    run_ranks(2, fit_centred, tmp_path, task, 3, 99, sharded)
+    saved, rejected = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert saved is not None, rejected
+    assert len(saved.load("model")["cache"]) == 4
+    resumed = run_ranks(2, fit_centred, tmp_path, task, 4, 99, sharded)
+    assert [len(rank["cache"]) for rank in resumed] == [5, 6]
 
 
 # --- Buffers of another size on each rank ---------------------------------------------------------

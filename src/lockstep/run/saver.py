@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoint import BackgroundWriter, Share, Written, share_of, snapshot
-from lockstep.dist.agreement import SAME_STATE, state_difference, together
+from lockstep.dist.agreement import SAME_STATE, is_same, state_difference, together
 from lockstep.dist.ddp import sync_buffers, unwrap
+from lockstep.dist.fsdp import is_sharded
 from lockstep.dist.same_state import different_weights, weights_difference
 from lockstep.errors import CheckpointError, ConfigError, TakenOverError
 from lockstep.run.record import Record
@@ -127,23 +128,31 @@ class Saver:
             self.committed_step = step
             self.record.events.write("checkpoint", step, path=path)
 
-        is_sharded = run.config.checkpoint.sharded and run.world.size > 1
+        shares = run.config.checkpoint.sharded and run.world.size > 1 and self._can_share()
         # Ranks' running statistics may differ, and a resume gives all of them the first rank's.
         sync_buffers(unwrap(run.model), run.world)
-        parts = together(run.world, lambda: self._copy(is_sharded))
+        parts = together(run.world, lambda: self._copy(shares))
         # Written before the checkpoint exists: a resume from it must find this event.
         stall_s = time.monotonic() - began
         self.record.events.write("saving", step, path=path, stall_s=stall_s)
         try:
-            if is_sharded and self._begin(parts, step, replace):
+            if shares and self._begin(parts, step, replace):
                 self._submit_share(parts, step, commit)
             elif run.world.is_first:  # if the shares exist already, only add the names
-                self.writer.submit(lambda: commit(None if is_sharded else parts))
+                self.writer.submit(lambda: commit(None if shares else parts))
         except CheckpointError as error:
             self._not_saved(error)
             return
         if not run.config.checkpoint.background:
             self.finish_save()
+
+    def _can_share(self) -> bool:
+        """Return whether ranks can divide the state: its shapes are the same on all. Collective."""
+        model = unwrap(self.run.model)
+        if is_sharded(model):  # then the first rank saves the buffers
+            return True
+        state = model.state_dict()
+        return is_same([[*getattr(value, "shape", ())] for value in state.values()], self.run.world)
 
     def _begin(self, share: Share, step: int, replace: bool) -> bool:
         """Make room for a sharded checkpoint; return False if the step has one. Collective."""
@@ -208,10 +217,10 @@ class Saver:
             names.append(f"checkpoint_step_{progress.step}.pt")
         return names
 
-    def _copy(self, is_sharded: bool) -> Any:
+    def _copy(self, shares: bool) -> Any:
         """Return a copy of what this rank writes: its share, or on the first rank everything."""
         world = self.run.world
-        if not is_sharded:
+        if not shares:
             return snapshot(self.run.parts(), world.is_first, self._spare)
         parts = self.run.parts()
         of_first = {name: part for name, part in parts.items() if name in ("task", "callbacks")}
