@@ -38,9 +38,11 @@ class Evaluator:
         """The metrics of the last evaluation."""
         self.step = run.progress.step if self.metrics else None
         """The step of the last evaluation."""
+        self.best_step: int | None = None
+        """The step of the last evaluation of this process that was the best so far."""
 
-    def evaluate(self) -> bool:
-        """Evaluate the current weights; return whether they are the best so far. Collective.
+    def evaluate(self) -> None:
+        """Evaluate the current weights, and note whether they are the best so far. Collective.
 
         A checkpoint saved before this is done records that the evaluation is missing.
 
@@ -54,7 +56,8 @@ class Evaluator:
         self.step = run.progress.step
         is_best = together(run.world, self._is_best, every_exception=True)
         run.progress.evaluation_pending = False
-        return bool(run.world.all_max(int(is_best))[0])
+        if run.world.all_max(int(is_best))[0]:
+            self.best_step = self.step
 
     def _measure(self) -> dict[str, float]:
         """Return the metrics of the weights and of their first average. Collective."""

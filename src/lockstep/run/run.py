@@ -39,6 +39,7 @@ from lockstep.exact.reducer import ExactReducer
 from lockstep.plan import Contract
 from lockstep.run.average import Averages
 from lockstep.run.progress import Progress
+from lockstep.run.resume import changes_best
 from lockstep.run.saved_run import check_saved_run, load_progress
 from lockstep.step.train_step import TrainStep
 from lockstep.step.update import new_non_finite_flag
@@ -296,6 +297,8 @@ class Run:
         if "callbacks" in checkpoint.parts:
             self.unclaimed_states = self.callbacks.load_state_dict(checkpoint.load("callbacks"))
         self.progress = load_progress(checkpoint)
+        if changes_best(checkpoint, self.config):
+            self.progress.best = None
         self.progress.consumed = self._consumed_now(checkpoint)
         self.loader.seek(self.progress.step, self.progress.consumed)
         self.resumed_from = checkpoint
