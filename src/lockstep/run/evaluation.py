@@ -8,8 +8,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ from lockstep.data.order import share
 from lockstep.dist.agreement import agree_to_continue, together
 from lockstep.dist.fsdp import is_sharded
 from lockstep.dist.world import World
-from lockstep.errors import StopRequested
+from lockstep.errors import ConfigError, StopRequested, shown
 from lockstep.exact.tree import TreeSum, sum_nodes
 from lockstep.randomness import seed_everything
 from lockstep.step.partial import as_partial, number
@@ -122,9 +124,32 @@ def evaluate(
 
     def report() -> dict[str, float]:
         measured = {name: float(metric.compute()) for name, metric in metrics.items()}
-        return {**task.derive(means), **measured}
+        return as_numbers({**task.derive(means), **measured})
 
     return together(world, report, every_exception=True)
+
+
+def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as floats, from any real numbers, also those of NumPy and torch.
+
+    >>> as_numbers({"loss": torch.tensor(0.5), "accuracy": np.float32(1)})
+    {'loss': 0.5, 'accuracy': 1.0}
+
+    Raises:
+        ConfigError: a metric is not a number.
+    """
+    return {name: _as_number(name, value) for name, value in metrics.items()}
+
+
+def _as_number(name: str, value: Any) -> float:
+    is_array = isinstance(value, Tensor | np.ndarray | np.generic)
+    plain = value.item() if is_array and math.prod(value.shape) == 1 else value
+    if not isinstance(plain, Real):
+        raise ConfigError(
+            f"the metric {name!r} is {shown(value)}, not a number",
+            "return one number for each metric",
+        )
+    return float(plain)
 
 
 def _new_metrics(task: Task, device: torch.device) -> Mapping[str, Any]:

@@ -15,7 +15,8 @@ from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.fsdp import gathered_whole
 from lockstep.errors import ConfigError
 from lockstep.observe.events import EventLog
-from lockstep.run.evaluation import can_agree, evaluate
+from lockstep.randomness import seed_everything
+from lockstep.run.evaluation import as_numbers, can_agree, evaluate
 from lockstep.run.run import Run
 from lockstep.task import Context, Task
 
@@ -106,6 +107,7 @@ class Evaluator:
         if not is_default:
             context.raise_if_stopping()
         agrees = can_agree(model, run.world)
+        seed_everything(run.world.device, run.config.seed, "finish_evaluation", step)
 
         def call_task() -> dict[str, float]:
             vote = before_each_collective(run.world, lambda: agree_to_continue(run.world))
@@ -114,7 +116,7 @@ class Evaluator:
             for name, value in results.items():
                 if isinstance(value, Path):
                     self.events.write("picture", step, name=name, path=str(value))
-            return {name: value for name, value in results.items() if not isinstance(value, Path)}
+            return as_numbers({n: v for n, v in results.items() if not isinstance(v, Path)})
 
         stays_sharded = run.task.calls_model_equally or is_default
         with run.autocast or nullcontext(), gathered_whole(model, unless=stays_sharded):
