@@ -240,7 +240,10 @@ PAIR = (torch.ones(()), 1.0)
     [
         (Parted({"loss": PAIR}), "a part of the loss is named 'loss', as the loss itself is"),
         (Parted({"a": PAIR, 3: PAIR}), "a part of the loss is named 3, which is not a text"),
-        (Parted({"a": (torch.ones(3), 1.0)}), "part 'a' of the loss is (tensor([1., 1., 1.]), 1.0)"),
+        (
+            Parted({"a": (torch.ones(3), 1.0)}),
+            "part 'a' of the loss is (tensor([1., 1., 1.]), 1.0)",
+        ),
         (Parted({"a": torch.ones(())}), "part 'a' of the loss is tensor(1.), not a pair"),
         (Parted({}, torch.ones(4).tolist()), "the weight of the loss is [1.0, 1.0, 1.0, 1.0]"),
     ],

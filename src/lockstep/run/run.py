@@ -4,8 +4,10 @@ Owns: the state of a run. Does not own: building it (`build.py`) or taking its s
 """
 
 import gc
+import json
 import platform
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,9 @@ class Run:
     numerics: dict[str, str] = field(default_factory=dict)
     rate_factor: float | None = None
     """The last argument of `set_rate`."""
+    optimizer_as_built: list[dict[str, Any]] = field(default_factory=list)
+    """The settings of each parameter group as the task built or added it: a schedule may change
+    them later."""
     trained_at_start: list[str] = field(default_factory=list)
     """The trained parameters of the model as the task built it."""
     pending_optimizer: dict[str, Any] | None = None
@@ -101,6 +106,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.trained = TrainedParameters(unwrap(self.model), self.optimizer)
+        self._note_groups()
 
     @property
     def agrees_on_memory(self) -> bool:
@@ -152,6 +158,7 @@ class Run:
             "config": self.config.model_dump(mode="json"),
             "task": self.task.settings(),
             "data": self.fingerprints,
+            "optimizer_as_built": self.optimizer_as_built,
             "trained": self.trained.names,
             "trained_at_start": self.trained_at_start,
             "versions": versions(),
@@ -187,10 +194,16 @@ class Run:
                 f"the optimizer has {len(groups)} parameter groups and had {len(self.base_rates)}",
                 "keep the groups, and freeze parameters with requires_grad_(False)",
             )
-        self.base_rates += [group["lr"] for group in groups[len(self.base_rates) :]]
+        self._note_groups()
         for group, base in zip(groups, self.base_rates, strict=True):
             group["lr"] = base * factor
         self.rate_factor = factor
+
+    def _note_groups(self) -> None:
+        """Remember the rates and settings of parameter groups that are new."""
+        groups = self.optimizer.param_groups
+        self.base_rates += [group["lr"] for group in groups[len(self.base_rates) :]]
+        self.optimizer_as_built += map(_plain_settings, groups[len(self.optimizer_as_built) :])
 
     def replicate(self) -> None:
         """Replicate the model, or replicate it again, for the parameters that require a gradient.
@@ -261,9 +274,11 @@ class Run:
         pending = self.pending_optimizer
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        self.base_rates += rates[len(self.base_rates) :]
+        self._note_groups()
         if pending and len(groups) == len(pending["param_groups"]):
-            together(self.world, lambda: self._load_optimizer(pending))
+            assert self.resumed_from is not None
+            built = self.resumed_from.meta.get("optimizer_as_built")
+            together(self.world, lambda: self._load_optimizer(pending, built))
             self.pending_optimizer = None
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
@@ -348,7 +363,8 @@ class Run:
 
     def _load_weights(self, checkpoint: Checkpoint) -> None:
         load_model_state(unwrap(self.model), checkpoint.load("model"))
-        self._load_optimizer(checkpoint.load("optimizer"))
+        built = checkpoint.meta.get("optimizer_as_built")
+        self._load_optimizer(checkpoint.load("optimizer"), built)
         for decay in self.config.averages:
             name = f"average_{decay}"
             saved = [p.partition("_")[2] for p in checkpoint.parts if p.startswith("average_")]
@@ -362,13 +378,17 @@ class Run:
         if self.scaler and "scaler" in checkpoint.parts:
             load_scaler(self.scaler, checkpoint.load("scaler"))
 
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        """Restore the optimizer's state; keep the new settings, or refuse changed ones."""
-        ignored = {"params", "lr", "initial_lr", *KERNELS}
-        settings = [
-            {name: value for name, value in group.items() if name not in ignored}
-            for group in self.optimizer.param_groups
-        ]
+    def _load_optimizer(
+        self, state: dict[str, Any], built: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Restore the optimizer's state; keep settings that are built differently, or refuse them.
+
+        Args:
+            state: The saved state of the optimizer.
+            built: The saved `optimizer_as_built`. Older checkpoints have none, so the settings at
+                the save are compared instead.
+        """
+        settings = [_settings(group) for group in self.optimizer.param_groups]
         try:
             load_optimizer(self.optimizer, fit_groups(self.optimizer, state))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -376,12 +396,18 @@ class Run:
                 f"the optimizer's saved state does not fit: {error}",
                 "use the same optimizer with the same parameter groups",
             ) from error
-        for group, wanted in zip(self.optimizer.param_groups, settings, strict=True):
-            changed = {n: value for n, value in wanted.items() if not _is_same(group.get(n), value)}
+        groups = self.optimizer.param_groups
+        then = map(_plain_settings, groups) if built is None else built
+        # A group that was added after the save has nothing to be compared with.
+        for group, wanted, old, new in zip(
+            groups, settings, then, self.optimizer_as_built, strict=False
+        ):
+            names = [name for name in new if old.get(name) != new[name]]
+            changed = {name: wanted[name] for name in names}
             if changed and not self.config.accept_changes:
-                old = ", ".join(f"{n} {group.get(n)} -> {value}" for n, value in changed.items())
+                listed = ", ".join(f"{n} {old.get(n)} -> {new[n]}" for n in names)
                 raise ConfigError(
-                    f"the checkpoint was trained with another optimizer: {old}",
+                    f"the checkpoint was trained with another optimizer: {listed}",
                     "restore the old settings, or pass accept_changes=true to use the new ones",
                 )
             if changed.keys() - group.keys():  # another kind of optimizer: its state does not fit
@@ -400,10 +426,19 @@ class Run:
         return epochs * plan.samples_per_epoch + whole
 
 
-def _is_same(saved: Any, built: Any) -> bool:
-    """Return whether two settings are equal; a tensor equals a number of the same value."""
-    plain = [v.tolist() if isinstance(v, Tensor) else v for v in (saved, built)]
-    return bool(plain[0] == plain[1])
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group that a checkpoint is compared by."""
+    ignored = {"params", "lr", "initial_lr", *KERNELS}
+    return {name: value for name, value in group.items() if name not in ignored}
+
+
+def _plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return them as JSON values, in which a tensor equals a number, and a tuple a list."""
+    text = json.dumps(
+        _settings(group), default=lambda v: v.tolist() if hasattr(v, "tolist") else str(type(v))
+    )
+    settings: dict[str, Any] = json.loads(text)
+    return settings
 
 
 def versions() -> dict[str, str]:
