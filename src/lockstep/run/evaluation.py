@@ -22,7 +22,7 @@ from lockstep.data.order import share
 from lockstep.dist.agreement import agree_to_continue, together
 from lockstep.dist.fsdp import is_sharded
 from lockstep.dist.world import World
-from lockstep.errors import ConfigError, StopRequested, shown
+from lockstep.errors import ConfigError, DataError, StopRequested, shown
 from lockstep.exact.tree import TreeSum, sum_nodes
 from lockstep.randomness import seed_everything
 from lockstep.step.partial import as_partial, number
@@ -104,8 +104,14 @@ def evaluate(
 
     def measure_all() -> None:
         batches = read_held_out(data, batch_size, world, seed, task.collate, loader, pads_rounds)
+        if metrics and pads_rounds:
+            batches = _without_stand_ins(batches)
         for micro_batch in _in_rounds(batches, -(-num_batches // world.size), world, stop_code):
+            if micro_batch.is_stand_in and not pads_rounds:
+                continue
             result = measure(micro_batch)
+            if micro_batch.is_stand_in:
+                continue
             if not micro_batch.counts:  # padding comes first, so this resets only its own results
                 _reset(metrics)
                 continue
@@ -224,6 +230,17 @@ def can_agree(model: nn.Module, world: World) -> bool:
     With a sharded model they cannot: the other ranks wait in the collectives of a forward pass.
     """
     return world.size == 1 or not is_sharded(model)
+
+
+def _without_stand_ins(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """Refuse a stand-in: a pass over it could not be taken out of a metric again."""
+    for batch in batches:
+        if batch.is_stand_in:
+            raise DataError(
+                f"a held-out batch has no good sample, the first because {batch.skipped[0][1]}",
+                "remove the bad samples, or raise evaluation.batch_size",
+            )
+        yield batch
 
 
 def _in_rounds(

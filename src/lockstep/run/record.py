@@ -82,7 +82,7 @@ class Record:
             for fault in micro_batch.faults:
                 self.events.write("worker_lost", step, **asdict(fault), message=str(fault))
                 self._warn_if_not_first(str(fault))
-            if micro_batch.counts:
+            if not micro_batch.leaf.is_padding:
                 self._entered.setdefault(batch.epoch, []).append(micro_batch.visited)
                 for sample, reason in micro_batch.skipped:
                     self.events.write("sample_skipped", step, sample=sample, reason=reason)
