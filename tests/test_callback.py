@@ -190,6 +190,73 @@ def test_a_run_without_callbacks_logs_and_saves_nothing_more(tmp_path: Path) -> 
     assert "callbacks" not in checkpoint.parts
 
 
+class Vectors(Callback):
+    """Logs three numbers at once, on one rank."""
+
+    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+        if run.world.rank == 1 and run.step == 3:
+            run.log("v", torch.ones(3))
+
+
+class Unstated(Callback):
+    """Has no state to save, on one rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if os.environ["RANK"] == "1":
+            raise ValueError("no state")
+        return {}
+
+
+class UnstatedTask(TinyTask):
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.num_calls = 0
+
+    def state(self) -> dict[str, Any]:
+        self.num_calls += 1
+        if os.environ["RANK"] == "1" and (self.when == "first" or self.num_calls > 2):
+            raise ValueError("no state")
+        return {}
+
+
+def end(folder: Path, task: TinyTask, *callbacks: Callback) -> list[str]:
+    try:
+        fit(task, config_for(folder, checkpoint={"every_steps": 2}), callbacks)
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        return [type(error).__name__, f"{error} {notes}"]
+    return ["none", ""]
+
+
+def test_several_numbers_in_one_log_call_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    ended = run_ranks(2, end, tmp_path, TinyTask(), Vectors())
+    for kind, said in ended:
+        assert kind == "ConfigError"
+        assert "run.log('v', ...) got a tensor of shape (3,)" in said
+    checkpoint, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "callbacks", "name"),
+    [
+        (TinyTask(), [Unstated()], "callback Unstated.state_dict"),
+        (UnstatedTask("first"), [], "UnstatedTask.state"),
+        (UnstatedTask("later"), [], "UnstatedTask.state"),
+    ],
+)
+def test_a_state_that_one_rank_cannot_save_ends_all_ranks(
+    task: TinyTask, callbacks: list[Callback], name: str, tmp_path: Path
+) -> None:
+    (first, said_first), (second, said) = run_ranks(2, end, tmp_path, task, *callbacks)
+    assert (first, second) == ("OtherRankError", "ValueError")
+    for text in (said_first, said):
+        assert "no state" in text
+        assert f"in {name}" in text
+
+
 class Faulty(Callback):
     """Raises in one method, on some ranks, once the run is at step 3."""
 

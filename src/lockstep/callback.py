@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.dist.agreement import agree_to_continue, before_each_collective, check_same, together
+from lockstep.dist.agreement import (
+    before_each_collective,
+    call_together,
+    check_same,
+    naming,
+    together,
+)
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -160,7 +166,10 @@ class Callbacks(Sequence[Callback]):
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of every callback that has one, by name."""
-        states = {name: callback.state_dict() for name, callback in self.named()}
+        states = {
+            name: naming(f"callback {name}.state_dict", callback.state_dict)
+            for name, callback in self.named()
+        }
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -190,12 +199,7 @@ def _call(callback: Callback, name: str, method: str, run: RunView, *args: Any) 
     if world.size == 1:
         getattr(callback, method)(run, *args)
     elif callback.communicates:
-
-        def call_and_vote() -> None:
-            with before_each_collective(world, lambda: agree_to_continue(world)):
-                getattr(callback, method)(run, *args)
-
-        together(world, call_and_vote, every_exception=True)
+        call_together(world, lambda: getattr(callback, method)(run, *args))
     else:
         with before_each_collective(world, lambda: _refuse(name, method)):
             getattr(callback, method)(run, *args)

@@ -26,7 +26,6 @@ from lockstep.dist.agreement import (
     is_shared,
     raise_together,
     state_difference,
-    together,
 )
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.fsdp import raise_if_out_of_reach
@@ -301,8 +300,7 @@ class Trainer:
         if run.exact_reducer:
             run.exact_reducer.raise_if_unused()
         check_same("parts of the loss", " ".join(report.names), run.world)
-        state = together(run.world, run.task.state)
-        if difference := state_difference(state, run.world):
+        if difference := state_difference(run.task_state(), run.world):
             raise ConfigError(f"Task.state() differs between ranks: {difference}", SAME_STATE)
         check_same_weights({"": unwrap(run.model)}, {"": run.optimizer}, run.world)
         if run.config.compile:

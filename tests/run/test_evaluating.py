@@ -108,6 +108,39 @@ class Measured(TinyTask):
         return {} if self.is_derived else {"score": self.value}
 
 
+class Shaped(TinyTask):
+    """Its held-out batches have sums, or weights, of different shapes."""
+
+    def __init__(self, is_sum: bool) -> None:
+        super().__init__(NUM_SAMPLES)
+        self.is_sum = is_sum
+
+    def evaluate(self, model: nn.Module, batch: Any, context: Context) -> Any:
+        long = torch.ones(1 + context.place)
+        return {
+            "loss": (torch.ones(()), 1.0),
+            "counts": (long, 1.0) if self.is_sum else (1.0, long),
+        }
+
+
+@pytest.mark.parametrize(
+    ("is_sum", "num_ranks", "batch_size", "said"),
+    [
+        (True, 1, 5, "'counts' has shape (1,) in one held-out batch and (2,) in another"),
+        (True, 2, 5, "'counts' has shape (1,) on rank 0 and (2,) on rank 1"),
+        (False, 2, 5, "the weight of 'counts' is tensor([1., 1.]"),
+    ],
+)
+def test_sums_of_different_shapes_are_refused_on_all_ranks(
+    is_sum: bool, num_ranks: int, batch_size: int, said: str, tmp_path: Path
+) -> None:
+    evaluation = {"every_steps": 3, "batch_size": batch_size}
+    errors = run(tmp_path, num_ranks, lambda: Shaped(is_sum), evaluation=evaluation)
+    for kind, text, _ in errors:
+        assert kind == "ConfigError"
+        assert said in text
+
+
 NUMBERS = [np.mean([1.0, 2.0]), np.float32(1.5), torch.tensor(1.5), np.array([1.5]), Fraction(3, 2)]
 
 

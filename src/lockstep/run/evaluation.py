@@ -28,6 +28,8 @@ from lockstep.randomness import seed_everything
 from lockstep.step.partial import as_partial, number
 from lockstep.task import Context, PartialLoss, Task
 
+SAME_SHAPE = "return sums of the same shape from evaluate for every held-out batch"
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
@@ -194,7 +196,18 @@ class _Sums:
         for name, (value, weight) in measured.items():
             value = torch.as_tensor(value, dtype=torch.float64)
             weight = torch.as_tensor(weight, dtype=torch.float64)
-            self._shapes[name] = value.shape
+            if weight.numel() != 1:
+                raise ConfigError(
+                    f"the weight of {name!r} is {shown(weight)}, not one number",
+                    "return the number of units in the sum from evaluate",
+                )
+            before = self._shapes.setdefault(name, value.shape)
+            if before != value.shape:
+                raise ConfigError(
+                    f"{name!r} has shape {tuple(before)} in one held-out batch and "
+                    f"{tuple(value.shape)} in another",
+                    SAME_SHAPE,
+                )
             row = torch.cat([value.ravel().cpu(), weight.reshape(1).cpu()])
             self._add_zeros(name, place, row)
             self._trees[name].add((0, place), [row])
@@ -212,8 +225,18 @@ class _Sums:
     def means(self) -> dict[str, Tensor]:
         """Return sum / weight of each name that any rank measured. Collective."""
         shapes: dict[str, Sequence[int]] = {}
-        for found in self.world.all_values(self._shapes):
-            shapes |= found
+        ranks: dict[str, int] = {}
+        for rank, found in enumerate(self.world.all_values(self._shapes)):
+            for name, shape in found.items():
+                if shapes.setdefault(name, shape) != shape:
+                    error = ConfigError(
+                        f"{name!r} has shape {tuple(shapes[name])} on rank {ranks[name]} and "
+                        f"{tuple(shape)} on rank {rank}",
+                        SAME_SHAPE,
+                    )
+                    error.is_shared = True
+                    raise error
+                ranks.setdefault(name, rank)
         means = {}
         for name, shape in shapes.items():
             zeros = torch.zeros(math.prod(shape) + 1, dtype=torch.float64)

@@ -30,7 +30,7 @@ from lockstep.checkpoint import (
 from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import Loader
-from lockstep.dist.agreement import together
+from lockstep.dist.agreement import call_together, naming, together
 from lockstep.dist.ddp import Averaging, replicate, unwrap
 from lockstep.dist.environment import launched
 from lockstep.dist.same_state import REGISTER, check_registered, check_same_optimizer
@@ -124,7 +124,12 @@ class Run:
 
     def log(self, name: str, value: Tensor | float) -> None:
         """Add a number to the next log line: the mean over calls since the last, on all ranks."""
-        number = value.detach() if isinstance(value, Tensor) else float(value)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ConfigError(
+                f"run.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}, not a number",
+                "log its mean (value.mean()), or each number under a name of its own",
+            )
+        number = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
         total, num = self.logged.get(name, (0.0, 0))
         self.logged[name] = (total + number, num + 1)
 
@@ -134,17 +139,22 @@ class Run:
         self.stops_unsaved = not save
 
     def parts(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, by name."""
-        callbacks = self.callbacks.state_dict()
+        """Return the state that a resumed run needs, by name. Collective."""
+        callbacks = call_together(self.world, self.callbacks.state_dict)
         return {
             **({"callbacks": callbacks} if callbacks else {}),
             "model": unwrap(self.model).state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "progress": self.progress.state(),
-            "task": self.task.state(),
+            "task": self.task_state(),
             **{f"average_{d}": self.averages.state(d) for d in self.config.averages},
             **({"scaler": self.scaler.state_dict()} if self.scaler else {}),
         }
+
+    def task_state(self) -> dict[str, Any]:
+        """Return the state of the task. Collective."""
+        name = f"{type(self.task).__name__}.state"
+        return call_together(self.world, lambda: naming(name, self.task.state))
 
     def meta(self, progress: Progress) -> dict[str, Any]:
         """Return the meta data of a checkpoint."""

@@ -78,7 +78,7 @@ class Saver:
         if difference:
             self._refuse_weights(difference)
             return
-        difference = state_difference(together(world, self.run.task.state), world)
+        difference = state_difference(self.run.task_state(), world)
         self._save(metrics, is_best, replace)
         if difference:
             self._refuse_state(difference)
