@@ -21,6 +21,7 @@ from lockstep.dist import position
 from lockstep.dist.agreement import (
     SAME_STATE,
     agree_to_continue,
+    call_together,
     check_same,
     first_of_ranks,
     is_shared,
@@ -300,7 +301,8 @@ class Trainer:
         if run.exact_reducer:
             run.exact_reducer.raise_if_unused()
         check_same("parts of the loss", " ".join(report.names), run.world)
-        if difference := state_difference(run.task_state(), run.world):
+        state = call_together(run.world, run.task_state)
+        if difference := state_difference(state, run.world):
             raise ConfigError(f"Task.state() differs between ranks: {difference}", SAME_STATE)
         check_same_weights({"": unwrap(run.model)}, {"": run.optimizer}, run.world)
         if run.config.compile:

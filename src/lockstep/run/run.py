@@ -139,8 +139,8 @@ class Run:
         self.stops_unsaved = not save
 
     def parts(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, by name. Collective."""
-        callbacks = call_together(self.world, self.callbacks.state_dict)
+        """Return the state that a resumed run needs, by name."""
+        callbacks = self.callbacks.state_dict()
         return {
             **({"callbacks": callbacks} if callbacks else {}),
             "model": unwrap(self.model).state_dict(),
@@ -152,9 +152,8 @@ class Run:
         }
 
     def task_state(self) -> dict[str, Any]:
-        """Return the state of the task. Collective."""
-        name = f"{type(self.task).__name__}.state"
-        return call_together(self.world, lambda: naming(name, self.task.state))
+        """Return the state of the task; an exception gets a note of its class."""
+        return naming(f"{type(self.task).__name__}.state", self.task.state)
 
     def meta(self, progress: Progress) -> dict[str, Any]:
         """Return the meta data of a checkpoint."""
@@ -180,7 +179,7 @@ class Run:
         store = CheckpointStore(
             Path(self.config.output_dir) / "non_finite", keep_last=None, recipe=self.task.name
         )
-        parts = snapshot(self.parts(), self.world.is_first)
+        parts = snapshot(call_together(self.world, self.parts), self.world.is_first)
         if self.world.is_first:
             plan = self.contract.plan
             loader = self.loader

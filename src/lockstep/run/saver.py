@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoint import BackgroundWriter, Share, Written, share_of, snapshot
-from lockstep.dist.agreement import SAME_STATE, state_difference, together
+from lockstep.dist.agreement import SAME_STATE, call_together, state_difference, together
 from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.same_state import different_weights, weights_difference
 from lockstep.errors import CheckpointError, ConfigError, TakenOverError
@@ -78,7 +78,7 @@ class Saver:
         if difference:
             self._refuse_weights(difference)
             return
-        difference = state_difference(self.run.task_state(), world)
+        difference = state_difference(call_together(world, self.run.task_state), world)
         self._save(metrics, is_best, replace)
         if difference:
             self._refuse_state(difference)
@@ -128,7 +128,10 @@ class Saver:
             self.record.events.write("checkpoint", step, path=path)
 
         is_sharded = run.config.checkpoint.sharded and run.world.size > 1
-        parts = together(run.world, lambda: self._copy(is_sharded))
+        if is_sharded:
+            sync_buffers(unwrap(run.model), run.world)  # ranks' running statistics may differ
+        state = call_together(run.world, run.parts)
+        parts = together(run.world, lambda: self._copy(state, is_sharded))
         # Written before the checkpoint exists: a resume from it must find this event.
         stall_s = time.monotonic() - began
         self.record.events.write("saving", step, path=path, stall_s=stall_s)
@@ -206,13 +209,11 @@ class Saver:
             names.append(f"checkpoint_step_{progress.step}.pt")
         return names
 
-    def _copy(self, is_sharded: bool) -> Any:
+    def _copy(self, parts: Mapping[str, Any], is_sharded: bool) -> Any:
         """Return a copy of what this rank writes: its share, or on the first rank everything."""
         world = self.run.world
         if not is_sharded:
-            return snapshot(self.run.parts(), world.is_first, self._spare)
-        sync_buffers(unwrap(self.run.model), world)  # ranks' running statistics may differ
-        parts = self.run.parts()
+            return snapshot(parts, world.is_first, self._spare)
         of_first = {name: part for name, part in parts.items() if name in ("task", "callbacks")}
         share = share_of({**parts, **dict.fromkeys(of_first, {})}, world.rank, world.size)
         if world.is_first:
