@@ -420,6 +420,7 @@ def test_a_callback_is_attached_by_a_variable_and_may_change_settings(
         ("json:NoSuchThing", "has no attribute 'NoSuchThing'"),
         ("json:JSONDecoder", "JSONDecoder is not a subclass of lockstep.Callback"),
         ("json", "has no attribute ''"),
+        (".x:Y", "the 'package' argument is required"),
     ],
 )
 def test_what_cannot_be_attached_is_refused(name: str, said: str) -> None:
@@ -430,6 +431,46 @@ def test_what_cannot_be_attached_is_refused(name: str, said: str) -> None:
 def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(ConfigError, match="is not a lockstep.Callback"):
         Callbacks([Witness])  # type: ignore[list-item]
+
+
+def test_a_method_that_is_never_called_is_refused() -> None:
+    class Epochs(Callback):
+        def on_epoch_end(self, run: RunView) -> None: ...
+
+    said = "Epochs has a method on_epoch_end, which lockstep never calls"
+    with pytest.raises(ConfigError, match=said) as caught:
+        Callbacks([Epochs()])
+    assert "on_evaluation_end, on_run_end" in caught.value.remedy
+
+
+@pytest.mark.parametrize("callbacks", [Witness(), None])
+def test_callbacks_that_are_not_a_list_are_refused(callbacks: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="callbacks is .*, not a list"):
+        fit(TinyTask(), config_for(tmp_path), callbacks)
+
+
+class Emptying(Callback):
+    def on_step_start(self, run: RunView, batch: StepBatch) -> None:
+        if run.step == 3 and run.world.is_first:
+            batch.micro_batches.clear()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_callback_that_leaves_no_micro_batch_is_refused(num_ranks: int, tmp_path: Path) -> None:
+    for kind, said in run_ranks(num_ranks, end, tmp_path, TinyTask(), Emptying()):
+        assert kind == "ConfigError"
+        assert "removed every micro-batch" in said
+
+
+class Interrupting(Callback):
+    def on_checkpoint_saved(self, run: RunView, path: Path) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_after_everything_was_saved_is_not_reported_as_a_loss(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 2, "evaluation": {"every_steps": 9}}
+    with pytest.raises(KeyboardInterrupt):
+        fit(TinyTask(), config_for(tmp_path, **settings), [Interrupting()])
 
 
 def test_states_are_kept_by_class_and_number() -> None:

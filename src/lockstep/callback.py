@@ -20,7 +20,7 @@ from lockstep.dist.agreement import (
     naming,
     together,
 )
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -122,6 +122,7 @@ class Callbacks(Sequence[Callback]):
                     f"{callback!r:.80} is not a lockstep.Callback",
                     "pass instances of classes that derive from lockstep.Callback",
                 )
+            _check_methods(type(callback))
         self._callbacks = list(callbacks)
         self.error: Exception | None = None
         """The first error of a callback on this rank, until the ranks agree on it."""
@@ -148,6 +149,11 @@ class Callbacks(Sequence[Callback]):
                 continue
             try:
                 _call(callback, name, method, run, *args)
+                if method == "on_step_start" and not args[0].micro_batches:
+                    raise ConfigError(
+                        f"callback {name} removed every micro-batch of the step",
+                        "keep one at least; to train on nothing, return 0 * output.sum() as loss",
+                    )
             except Exception as error:
                 error.add_note(f"in callback {name}.{method}")
                 self.error = self.error or error
@@ -186,6 +192,26 @@ class Callbacks(Sequence[Callback]):
             name = type(callback).__name__
             seen[name] = seen.get(name, 0) + 1
             yield (name if seen[name] == 1 else f"{name}_{seen[name]}"), callback
+
+
+def _check_methods(kind: type[Callback]) -> None:
+    """Refuse a method whose name looks as if it were called."""
+    known = [name for name in dir(Callback) if name.startswith("on_")]
+    own = [name for name in dir(kind) if name.startswith("on_") and callable(getattr(kind, name))]
+    if unknown := set(own) - set(known):
+        raise ConfigError(
+            f"{kind.__name__} has a method {min(unknown)}, which lockstep never calls",
+            f"rename it, or override one of {', '.join(known)}",
+        )
+
+
+def listed(callbacks: Any) -> list[Callback]:
+    """Return the callbacks of an argument that must be a list or another iterable of them."""
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise ConfigError(
+            f"callbacks is {shown(callbacks)}, not a list", "pass a list: callbacks=[MyCallback()]"
+        )
+    return list(callbacks)
 
 
 def _overrides(callback: Callback, method: str) -> bool:
@@ -234,7 +260,7 @@ def _load(name: str) -> Callback:
     module, _, attribute = name.partition(":")
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(
             f"LOCKSTEP_CALLBACKS={name}: {error}",
             "write module:Class, with the module's folder on PYTHONPATH",

@@ -1,13 +1,46 @@
 """What `prepare` sets outside of the run is put back when the run ends."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from torch import nn
 from torch._inductor import config as compiler
+from whole_run import config_for
 
-from lockstep import RunConfig, prepare
+from lockstep import RunConfig, fit, prepare
+from lockstep.errors import ConfigError
 from lockstep.testing import FakeWorld, TinyTask
+
+
+class Optimized(TinyTask):
+    """Builds something else than an optimizer that takes one gradient."""
+
+    def __init__(self, build: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.build = build
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> Any:
+        return self.build(model)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda model: None, "build_optimizer returned None, not a torch.optim.Optimizer"),
+        (lambda model: [], "build_optimizer returned []"),
+        (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS.step needs a closure"),
+    ],
+)
+def test_what_cannot_take_a_step_is_refused(
+    build: Callable[[nn.Module], Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fit(Optimized(build), config_for(tmp_path))
+    assert caught.value.problem.startswith(said)
 
 
 class Watched(TinyTask):

@@ -4,6 +4,7 @@ Owns: the order: folder, data, checkpoint, batch plan, model, optimizer. Does no
 which the trainer takes.
 """
 
+import inspect
 import json
 import shutil
 import traceback
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.callback import Callback, collect_callbacks
+from lockstep.callback import Callback, collect_callbacks, listed
 from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock
 from lockstep.checkpoint.layout import damaged
 from lockstep.checkpoint.manifest import in_brief
@@ -37,7 +38,7 @@ from lockstep.dist.same_state import (
     check_same_optimizer,
 )
 from lockstep.dist.world import World
-from lockstep.errors import CheckpointError, ConfigError, own_exit_code
+from lockstep.errors import CheckpointError, ConfigError, own_exit_code, shown
 from lockstep.exact.determinism import fingerprint, set_numerics
 from lockstep.exact.reducer import ExactReducer
 from lockstep.observe.events import log_name
@@ -81,7 +82,7 @@ def prepare(
     position.own.begin_run()
     stack.callback(position.own.leave_run)
     stack.enter_context(own_exit_code())
-    refuse_early_exit(stack, world, lambda: "the run had not reached its first step")
+    refuse_early_exit(stack, world, _lost_before_first_step)
     builder = _Builder(task, config, world, stack)
     builder.attach_callbacks(callbacks)
     with world.phase("open folder"):
@@ -97,6 +98,11 @@ def prepare(
         builder.build_model()
         builder.build_optimizer()
         return builder.build_run()
+
+
+def _lost_before_first_step() -> str:
+    """Describe what an exit loses; once there is a trainer, it knows."""
+    return "the run had not reached its first step" if position.own.step is None else ""
 
 
 class _Builder:
@@ -118,7 +124,7 @@ class _Builder:
     def attach_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Collect the callbacks and let them change the config."""
         world = self.world
-        self.callbacks = collect_callbacks(world, lambda: [*callbacks, *world.callbacks])
+        self.callbacks = collect_callbacks(world, lambda: [*listed(callbacks), *world.callbacks])
         self.stack.enter_context(world.inside_run())
         self.config = together(
             world, lambda: self.callbacks.configure(self.task, rehearsed(self.config), world)
@@ -316,6 +322,7 @@ class _Builder:
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         optimizer = self.task.build_optimizer(self.model, self.contract.effective_lr)
+        check_optimizer(optimizer)
         own = {id(parameter) for parameter in self.model.parameters()}
         check_registered(optimizer, own, "the model", REGISTER)
         return optimizer
@@ -381,6 +388,21 @@ class _Builder:
         new_step = torch.compiler.cudagraph_mark_step_begin
         new_step()  # type: ignore[no-untyped-call]
         self.optimizer.register_step_post_hook(lambda *_: new_step())  # type: ignore[no-untyped-call]
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what is not an optimizer, or one that calls the loss itself."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"build_optimizer returned {shown(optimizer)}, not a torch.optim.Optimizer",
+            "return one optimizer; parameters may be in several groups of it",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs a closure, which computes the loss again",
+            "use an optimizer that takes one gradient per step, such as AdamW",
+        )
 
 
 def plan_run(
