@@ -21,7 +21,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SRC = REPOSITORY / "src"
-TOOLS = {"launch", "harness", "rehearse", "doctor", "bench", "certify", "cli", "testing"}
+TOOLS = {"launch", "harness", "rehearse", "doctor", "bench", "certify", "cli", "testing", "__main__"}
 
 PUBLIC_NAMES = {
     "Averaging",

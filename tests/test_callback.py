@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -471,6 +472,47 @@ def test_an_interrupt_after_everything_was_saved_is_not_reported_as_a_loss(tmp_p
     settings: dict[str, Any] = {"max_steps": 2, "evaluation": {"every_steps": 9}}
     with pytest.raises(KeyboardInterrupt):
         fit(TinyTask(), config_for(tmp_path, **settings), [Interrupting()])
+
+
+class Rated(Callback):
+    """Sets the learning rate at step 3."""
+
+    def __init__(self, method: str, rate: Any) -> None:
+        def set_rate(run: Any, *_: Any) -> None:
+            if run.step == 3:
+                run.optimizer.param_groups[0]["lr"] = rate
+
+        setattr(self, method, set_rate)
+
+
+@pytest.mark.parametrize("method", ["on_step_start", "on_step_end"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_learning_rate_that_would_be_overridden_is_refused(
+    num_ranks: int, method: str, tmp_path: Path
+) -> None:
+    for kind, said in run_ranks(num_ranks, end, tmp_path, TinyTask(), Rated(method, 0.5)):
+        assert kind == "ConfigError"
+        assert "parameter group 0 was set to 0.5" in said
+        assert "had set 0.05" in said
+    checkpoint, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 3
+    fit(TinyTask(), config_for(tmp_path))
+
+
+class Repairing(TinyTask):
+    """A non-finite step, before which a warm-up has set another rate at every step."""
+
+    def loss(self, model: Any, batch: Any, context: Any) -> Any:
+        made = super().loss(model, batch, context)
+        is_bad = context.training and context.step == 3
+        return replace(made, loss_sum=made.loss_sum * (float("nan") if is_bad else 1))
+
+
+def test_a_rewind_in_a_warm_up_is_not_taken_for_another_rate(tmp_path: Path) -> None:
+    schedule = {"warmup_epochs": 0, "warmup_steps": 6}
+    config = config_for(tmp_path, on_non_finite="rewind", schedule=schedule)
+    assert fit(Repairing(), config).step == NUM_STEPS
 
 
 def test_states_are_kept_by_class_and_number() -> None:

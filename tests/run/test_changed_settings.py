@@ -163,10 +163,13 @@ class Scheduled(TinyTask):
 
 class Schedule(Callback):
     def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+        group = run.optimizer.param_groups[0]
         if run.task.one_cycle:
+            rate = group["lr"]
             run.task.schedule.step()
+            group["lr"] = rate  # which `fit` sets; the betas stay
         else:
-            run.optimizer.param_groups[0]["weight_decay"] += 0.01
+            group["weight_decay"] += 0.01
 
 
 def train_scheduled(folder: Path, max_steps: int, task: TinyTask, **changes: Any) -> dict[str, Any]:

@@ -81,6 +81,8 @@ class Run:
     numerics: dict[str, str] = field(default_factory=dict)
     rate_factor: float | None = None
     """The last argument of `set_rate`."""
+    given_rates: list[float] = field(default_factory=list)
+    """The rate that `set_rate` gave each parameter group; empty before the first call."""
     optimizer_as_built: list[dict[str, Any]] = field(default_factory=list)
     """The settings of each parameter group as the task built or added it: a schedule may change
     them later."""
@@ -127,7 +129,7 @@ class Run:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ConfigError(
                 f"run.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}, not a number",
-                "log its mean (value.mean()), or each number under a name of its own",
+                "pass its mean (value.mean()), or each number with a name of its own",
             )
         number = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
         total, num = self.logged.get(name, (0.0, 0))
@@ -196,6 +198,9 @@ class Run:
         """Give every parameter group its base rate times `factor`.
 
         For a group added during the run, the base rate is the rate it was added with.
+
+        Raises:
+            ConfigError: a group no longer has the rate that the last call gave it.
         """
         groups = self.optimizer.param_groups
         if len(groups) < len(self.base_rates):
@@ -203,10 +208,27 @@ class Run:
                 f"the optimizer has {len(groups)} parameter groups and had {len(self.base_rates)}",
                 "keep the groups, and freeze parameters with requires_grad_(False)",
             )
+        self._refuse_other_rate()
         self._note_groups()
         for group, base in zip(groups, self.base_rates, strict=True):
             group["lr"] = base * factor
+        self.given_rates = [group["lr"] for group in groups]
         self.rate_factor = factor
+
+    def _refuse_other_rate(self) -> None:
+        """Refuse a rate that a callback or a scheduler has set, since it would be overridden."""
+        groups = self.optimizer.param_groups
+        for number, (group, given) in enumerate(zip(groups, self.given_rates, strict=False)):
+            rate = group["lr"]
+            if not isinstance(rate, Tensor) and rate != given:
+                error = ConfigError(
+                    f"the learning rate of parameter group {number} was set to {rate:g}, and the "
+                    f"run's schedule, which had set {given:g}, would override it",
+                    "set rate and schedule in the config, or write the loop with a Trainer and "
+                    "without run.set_rate (docs/own_loop.md)",
+                )
+                error.is_before_update = True
+                raise error
 
     def _note_groups(self) -> None:
         """Remember the rates and settings of parameter groups that are new."""
@@ -289,7 +311,7 @@ class Run:
             built = self.resumed_from.meta.get("optimizer_as_built")
             together(self.world, lambda: self._load_optimizer(pending, built))
             self.pending_optimizer = None
-            for group, rate in zip(groups, rates, strict=True):
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         if self.rate_factor is not None:  # applies it to added groups, too
             self.set_rate(self.rate_factor)
@@ -374,6 +396,7 @@ class Run:
         load_model_state(unwrap(self.model), checkpoint.load("model"))
         built = checkpoint.meta.get("optimizer_as_built")
         self._load_optimizer(checkpoint.load("optimizer"), built)
+        self.given_rates = []  # the checkpoint's are other ones
         for decay in self.config.averages:
             name = f"average_{decay}"
             saved = [p.partition("_")[2] for p in checkpoint.parts if p.startswith("average_")]
