@@ -9,11 +9,27 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config as compiler
+from torch.utils.data import DataLoader
 from whole_run import config_for
 
 from lockstep import RunConfig, fit, prepare
 from lockstep.errors import ConfigError
 from lockstep.testing import FakeWorld, TinyTask
+
+
+class Loaded(TinyTask):
+    """Returns a DataLoader of its training or of its held-out data."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        batches = DataLoader(TinyTask().train_data())  # type: ignore[arg-type,var-annotated]
+        setattr(self, method, lambda: batches)
+
+
+@pytest.mark.parametrize("method", ["train_data", "eval_data"])
+def test_a_torch_data_loader_is_refused(method: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the data are a torch DataLoader"):
+        fit(Loaded(method), config_for(tmp_path))
 
 
 class Optimized(TinyTask):

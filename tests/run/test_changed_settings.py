@@ -140,6 +140,32 @@ def test_changed_optimizer_settings_need_a_word(tmp_path: Path) -> None:
     assert checkpoint.load("optimizer")["param_groups"][0]["weight_decay"] == 0.3
 
 
+class Larger(TinyTask):
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.3)
+
+
+def test_accepted_changes_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(TinyTask(NUM_SAMPLES), config_for(tmp_path, max_steps=2))
+    assert "accepted a change" not in capsys.readouterr().out
+    batch = {"batch_size": 4, "global_batch_size": 4, "drop_last": False}
+    changes: dict[str, Any] = {"max_grad_norm": 2.0, "batch": batch, "accept_changes": True}
+    fit(Larger(NUM_SAMPLES + 4), config_for(tmp_path, max_steps=4, **changes))
+    lines = capsys.readouterr().out.splitlines()
+    said = [line for line in lines if line.startswith("warning: accepted a change")]
+    for text, line in zip(
+        (
+            "max_grad_norm None -> 2.0",
+            "training data: ",
+            "trained with global_batch_size 8, this run asks for 4",
+            "optimizer: weight_decay 0.01 -> 0.3",
+        ),
+        said,
+        strict=True,
+    ):
+        assert f"warning: accepted a change since the checkpoint: {text}" in line or text in line
+
+
 class Scheduled(TinyTask):
     """One setting of its optimizer follows a schedule: weight decay, or the betas of OneCycleLR."""
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lockstep.data.batch import MicroBatch
 from lockstep.data.contents import contents_of
 from lockstep.data.order import Ids, Leaf, Order, mix
-from lockstep.errors import DataError, LockstepError
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.randomness import derive_seed, seed_all, set_all, untouched
 
 Collate = Callable[[list[Any]], Any]
@@ -34,6 +34,15 @@ def is_stream(dataset: Any) -> bool:
     """Return whether a data set is a stream, which is read in order and has no index."""
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return isinstance(dataset, IterableDataset) or not indexed
+
+
+def refuse_data_loader(dataset: Any) -> None:
+    """Refuse a torch DataLoader, whose batches would be taken for samples."""
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            "the data are a torch DataLoader, and batches, shuffling and workers are lockstep's",
+            "return its data set (loader.dataset), and set batch.batch_size and loader.num_workers",
+        )
 
 
 @dataclass

@@ -329,7 +329,7 @@ class DoctorCallback(Callback):
         if saved is not None:
             now = take_fingerprints(data, run.held_out, config.seed, saved, False)
             changes = changed_data(saved, now, {"training": data, "held-out": run.held_out})
-        contract = plan_run(task, config, data, self.world_size, saved, changes)
+        contract, _ = plan_run(task, config, data, self.world_size, saved, changes)
         plan = contract.plan
         loader = build_loader(task, config, data, run.world, plan)
         check_model(unwrap(run.model), loader, saved, config)

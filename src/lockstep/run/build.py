@@ -24,7 +24,7 @@ from lockstep.config import RunConfig
 from lockstep.data.fingerprint import check_same_samples, is_full_fingerprint_due
 from lockstep.data.loader import Loader
 from lockstep.data.order import num_leaves_of
-from lockstep.data.reader import is_stream
+from lockstep.data.reader import is_stream, refuse_data_loader
 from lockstep.dist import position
 from lockstep.dist.agreement import check_same, first_of_ranks, together
 from lockstep.dist.batch_norm import padded_step, refuse_padding, synchronise_batch_norm
@@ -159,15 +159,21 @@ class _Builder:
         seed = self.config.seed
         # Two streams, so that held-out data do not depend on how training data use theirs.
         seed_everything(world.device, seed, "training data")
-        self.data = together(world, self.task.train_data)
+        self.data = together(world, self._build_training)
         seed_everything(world.device, seed, "held-out data")
         self.held_out = together(world, self._build_held_out)
         check_same("numbers of training samples", _length(self.data), world)
         check_same("numbers of held-out samples", _length(self.held_out), world)
 
+    def _build_training(self) -> Any:
+        data = self.task.train_data()
+        refuse_data_loader(data)
+        return data
+
     def _build_held_out(self) -> Any:
         """Return the held-out samples, or None if there are none."""
         data = self.task.eval_data()
+        refuse_data_loader(data)
         if data is not None and is_stream(data):
             raise ConfigError(
                 "held-out data need a length and an index", "return a list of the samples"
@@ -218,7 +224,7 @@ class _Builder:
         The task gets its saved state before its model: a vocabulary may size its embedding.
         """
         world = self.world
-        self.contract = together(
+        self.contract, self.accepted = together(
             world,
             lambda: plan_run(
                 self.task, self.config, self.data, world.size, self.checkpoint, self.changed_data
@@ -376,6 +382,7 @@ class _Builder:
             not_compared=self.not_compared,
             averaging=Averaging(self.world, config.gradients.dtype),
             callbacks=self.callbacks,
+            accepted=self.accepted,
             trained_at_start=[name for name, p in model.named_parameters() if p.requires_grad],
         )
 
@@ -412,8 +419,8 @@ def plan_run(
     world_size: int,
     checkpoint: Checkpoint | None,
     changed_data: list[str],
-) -> Contract:
-    """Return the batch and rate of a run on `world_size` ranks.
+) -> tuple[Contract, list[str]]:
+    """Return the batch and rate of a run on `world_size` ranks, and the accepted changes.
 
     Raises:
         ConfigError: naming all settings and data that may not differ from the checkpoint's.
@@ -421,20 +428,22 @@ def plan_run(
     free = free_settings(checkpoint)
     changes = changed_settings(checkpoint, config, task.settings(), task.may_change, free)
     changes += changed_data
-    refuses = bool(changes) and not config.accept_changes
     gathers = task.gathers and not config.exact
+    strict = config.model_copy(update={"accept_changes": False})
     try:
-        contract = agree_on_contract(config, data, world_size, checkpoint, gathers)
+        contract = agree_on_contract(strict, data, world_size, checkpoint, gathers)
     except ConfigError as error:
-        if not refuses:
+        if not (changes or config.accept_changes):
             raise
         changes.append(error.problem)
-    if refuses:
+        if config.accept_changes:
+            contract = agree_on_contract(config, data, world_size, checkpoint, gathers)
+    if changes and not config.accept_changes:
         raise ConfigError(
             f"settings or data differ from the checkpoint's: {'; '.join(changes)}",
             "restore the old values, or pass accept_changes=true to continue with the new ones",
         )
-    return contract
+    return contract, changes
 
 
 def build_loader(task: Task, config: RunConfig, data: Any, world: World, plan: BatchPlan) -> Loader:

@@ -190,6 +190,7 @@ def banner(run: Run) -> list[str]:
     limit = run.config.max_grad_norm
     lines.append(f"Gradient clipping: {'none' if limit is None else f'at norm {limit:g}'}")
     lines += [f"skipped checkpoint {path}: {reason}" for path, reason in run.rejected]
+    lines += [f"warning: accepted a change since the checkpoint: {text}" for text in run.accepted]
     lines += [
         f"warning: the checkpoint holds the state of callback {name}, which this run does not have"
         for name in run.unclaimed_states

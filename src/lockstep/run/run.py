@@ -93,6 +93,8 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)
     unclaimed_states: list[str] = field(default_factory=list)
     """Callbacks that have a state in the checkpoint but are not in this run."""
+    accepted: list[str] = field(default_factory=list)
+    """The changes since the checkpoint that `accept_changes` has accepted."""
     logged: dict[str, tuple[Tensor | float, int]] = field(default_factory=dict)
     """Sum and number of the values that callbacks logged on this rank since the last log line."""
     stop_reason: str = ""
@@ -372,8 +374,9 @@ class Run:
         if then is None or now == then or not named.keys() >= {*then, *at_start}:
             return  # another model is refused when its weights are loaded
         if now != at_start:  # the task now trains other parameters on purpose
+            changes = describe_changes(*name_changes(at_start, now))
+            self.accepted.append(f"trained parameters: {changes}")
             if not self.config.accept_changes:
-                changes = describe_changes(*name_changes(at_start, now))
                 raise ConfigError(
                     f"this model does not train the checkpoint's parameters: {changes}",
                     "train the same parameters, or pass accept_changes=true",
@@ -436,8 +439,10 @@ class Run:
         ):
             names = [name for name in new if old.get(name) != new[name]]
             changed = {name: wanted[name] for name in names}
+            listed = ", ".join(f"{n} {old.get(n)} -> {new[n]}" for n in names)
+            if changed:
+                self.accepted.append(f"optimizer: {listed}")
             if changed and not self.config.accept_changes:
-                listed = ", ".join(f"{n} {old.get(n)} -> {new[n]}" for n in names)
                 raise ConfigError(
                     f"the checkpoint was trained with another optimizer: {listed}",
                     "restore the old settings, or pass accept_changes=true to use the new ones",
