@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -190,6 +191,73 @@ def test_a_run_without_callbacks_logs_and_saves_nothing_more(tmp_path: Path) -> 
     assert "callbacks" not in checkpoint.parts
 
 
+class Vectors(Callback):
+    """Logs three numbers at once, on one rank."""
+
+    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+        if run.world.rank == 1 and run.step == 3:
+            run.log("v", torch.ones(3))
+
+
+class Unstated(Callback):
+    """Has no state to save, on one rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if os.environ["RANK"] == "1":
+            raise ValueError("no state")
+        return {}
+
+
+class UnstatedTask(TinyTask):
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.num_calls = 0
+
+    def state(self) -> dict[str, Any]:
+        self.num_calls += 1
+        if os.environ["RANK"] == "1" and (self.when == "first" or self.num_calls > 2):
+            raise ValueError("no state")
+        return {}
+
+
+def end(folder: Path, task: TinyTask, *callbacks: Callback) -> list[str]:
+    try:
+        fit(task, config_for(folder, checkpoint={"every_steps": 2}), callbacks)
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        return [type(error).__name__, f"{error} {notes}"]
+    return ["none", ""]
+
+
+def test_several_numbers_in_one_log_call_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    ended = run_ranks(2, end, tmp_path, TinyTask(), Vectors())
+    for kind, said in ended:
+        assert kind == "ConfigError"
+        assert "run.log('v', ...) got a tensor of shape (3,)" in said
+    checkpoint, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "callbacks", "name"),
+    [
+        (TinyTask(), [Unstated()], "callback Unstated.state_dict"),
+        (UnstatedTask("first"), [], "UnstatedTask.state"),
+        (UnstatedTask("later"), [], "UnstatedTask.state"),
+    ],
+)
+def test_a_state_that_one_rank_cannot_save_ends_all_ranks(
+    task: TinyTask, callbacks: list[Callback], name: str, tmp_path: Path
+) -> None:
+    (first, said_first), (second, said) = run_ranks(2, end, tmp_path, task, *callbacks)
+    assert (first, second) == ("OtherRankError", "ValueError")
+    for text in (said_first, said):
+        assert "no state" in text
+        assert f"in {name}" in text
+
+
 class Faulty(Callback):
     """Raises in one method, on some ranks, once the run is at step 3."""
 
@@ -353,6 +421,7 @@ def test_a_callback_is_attached_by_a_variable_and_may_change_settings(
         ("json:NoSuchThing", "has no attribute 'NoSuchThing'"),
         ("json:JSONDecoder", "JSONDecoder is not a subclass of lockstep.Callback"),
         ("json", "has no attribute ''"),
+        (".x:Y", "the 'package' argument is required"),
     ],
 )
 def test_what_cannot_be_attached_is_refused(name: str, said: str) -> None:
@@ -363,6 +432,87 @@ def test_what_cannot_be_attached_is_refused(name: str, said: str) -> None:
 def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(ConfigError, match="is not a lockstep.Callback"):
         Callbacks([Witness])  # type: ignore[list-item]
+
+
+def test_a_method_that_is_never_called_is_refused() -> None:
+    class Epochs(Callback):
+        def on_epoch_end(self, run: RunView) -> None: ...
+
+    said = "Epochs has a method on_epoch_end, which lockstep never calls"
+    with pytest.raises(ConfigError, match=said) as caught:
+        Callbacks([Epochs()])
+    assert "on_evaluation_end, on_run_end" in caught.value.remedy
+
+
+@pytest.mark.parametrize("callbacks", [Witness(), None])
+def test_callbacks_that_are_not_a_list_are_refused(callbacks: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="callbacks is .*, not a list"):
+        fit(TinyTask(), config_for(tmp_path), callbacks)
+
+
+class Emptying(Callback):
+    def on_step_start(self, run: RunView, batch: StepBatch) -> None:
+        if run.step == 3 and run.world.is_first:
+            batch.micro_batches.clear()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_callback_that_leaves_no_micro_batch_is_refused(num_ranks: int, tmp_path: Path) -> None:
+    for kind, said in run_ranks(num_ranks, end, tmp_path, TinyTask(), Emptying()):
+        assert kind == "ConfigError"
+        assert "removed every micro-batch" in said
+
+
+class Interrupting(Callback):
+    def on_checkpoint_saved(self, run: RunView, path: Path) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_after_everything_was_saved_is_not_reported_as_a_loss(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 2, "evaluation": {"every_steps": 9}}
+    with pytest.raises(KeyboardInterrupt):
+        fit(TinyTask(), config_for(tmp_path, **settings), [Interrupting()])
+
+
+class Rated(Callback):
+    """Sets the learning rate at step 3."""
+
+    def __init__(self, method: str, rate: Any) -> None:
+        def set_rate(run: Any, *_: Any) -> None:
+            if run.step == 3:
+                run.optimizer.param_groups[0]["lr"] = rate
+
+        setattr(self, method, set_rate)
+
+
+@pytest.mark.parametrize("method", ["on_step_start", "on_step_end"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_learning_rate_that_would_be_overridden_is_refused(
+    num_ranks: int, method: str, tmp_path: Path
+) -> None:
+    for kind, said in run_ranks(num_ranks, end, tmp_path, TinyTask(), Rated(method, 0.5)):
+        assert kind == "ConfigError"
+        assert "parameter group 0 was set to 0.5" in said
+        assert "had set 0.05" in said
+    checkpoint, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 3
+    fit(TinyTask(), config_for(tmp_path))
+
+
+class Repairing(TinyTask):
+    """A non-finite step, before which a warm-up has set another rate at every step."""
+
+    def loss(self, model: Any, batch: Any, context: Any) -> Any:
+        made = super().loss(model, batch, context)
+        is_bad = context.training and context.step == 3
+        return replace(made, loss_sum=made.loss_sum * (float("nan") if is_bad else 1))
+
+
+def test_a_rewind_in_a_warm_up_is_not_taken_for_another_rate(tmp_path: Path) -> None:
+    schedule = {"warmup_epochs": 0, "warmup_steps": 6}
+    config = config_for(tmp_path, on_non_finite="rewind", schedule=schedule)
+    assert fit(Repairing(), config).step == NUM_STEPS
 
 
 def test_states_are_kept_by_class_and_number() -> None:

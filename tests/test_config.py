@@ -43,6 +43,21 @@ def test_the_constructor_refuses_in_the_words_of_parse(values: dict[str, Any]) -
     assert str(caught.value) == str(refusal(values))
 
 
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("lr", "use rate.lr"),
+        ("batch_size", "use batch.batch_size or evaluation.batch_size"),
+        ("num_workers", "use loader.num_workers"),
+    ],
+)
+def test_a_key_of_a_section_is_named_with_the_section(key: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(**{key: 1})
+    assert caught.value.problem == f"unknown key {key!r} at the top level"
+    assert caught.value.remedy == remedy
+
+
 def test_a_key_that_is_no_text_is_refused_too() -> None:
     values: Any = {1: 2}
     assert refusal(values).problem == "1: keys should be strings"

@@ -253,7 +253,7 @@ class FaultCallback(Callback):
     def configure(self, task: Any, config: RunConfig, world: Collectives) -> RunConfig:
         """Listen to the phases, from the building of the run on."""
         self.world = world
-        world.phase.listeners.append(self.on_phase)
+        world.phase.listeners.append(self.note_phase)
         return config
 
     def on_run_start(self, run: Any) -> None:
@@ -268,7 +268,7 @@ class FaultCallback(Callback):
         unwrap(run.model).register_forward_hook(self.after_forward)
         run.optimizer.register_step_pre_hook(lambda *_: armed.reach("before_update"))
 
-    def on_phase(self, phase: Phase, begins: bool) -> None:
+    def note_phase(self, phase: Phase, begins: bool) -> None:
         """Strike where a phase begins or ends."""
         points = {
             ("build model", False): "restore",

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.dist.agreement import agree_to_continue, before_each_collective, check_same, together
-from lockstep.errors import ConfigError
+from lockstep.dist.agreement import (
+    before_each_collective,
+    call_together,
+    check_same,
+    naming,
+    together,
+)
+from lockstep.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -116,6 +122,7 @@ class Callbacks(Sequence[Callback]):
                     f"{callback!r:.80} is not a lockstep.Callback",
                     "pass instances of classes that derive from lockstep.Callback",
                 )
+            _check_methods(type(callback))
         self._callbacks = list(callbacks)
         self.error: Exception | None = None
         """The first error of a callback on this rank, until the ranks agree on it."""
@@ -142,6 +149,11 @@ class Callbacks(Sequence[Callback]):
                 continue
             try:
                 _call(callback, name, method, run, *args)
+                if method == "on_step_start" and not args[0].micro_batches:
+                    raise ConfigError(
+                        f"callback {name} removed every micro-batch of the step",
+                        "keep one at least; to train on nothing, return 0 * output.sum() as loss",
+                    )
             except Exception as error:
                 error.add_note(f"in callback {name}.{method}")
                 self.error = self.error or error
@@ -160,7 +172,10 @@ class Callbacks(Sequence[Callback]):
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of every callback that has one, by name."""
-        states = {name: callback.state_dict() for name, callback in self.named()}
+        states = {
+            name: naming(f"callback {name}.state_dict", callback.state_dict)
+            for name, callback in self.named()
+        }
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -179,6 +194,26 @@ class Callbacks(Sequence[Callback]):
             yield (name if seen[name] == 1 else f"{name}_{seen[name]}"), callback
 
 
+def _check_methods(kind: type[Callback]) -> None:
+    """Refuse a method whose name looks as if it were called."""
+    known = [name for name in dir(Callback) if name.startswith("on_")]
+    own = [name for name in dir(kind) if name.startswith("on_") and callable(getattr(kind, name))]
+    if unknown := set(own) - set(known):
+        raise ConfigError(
+            f"{kind.__name__} has a method {min(unknown)}, which lockstep never calls",
+            f"rename it, or override one of {', '.join(known)}",
+        )
+
+
+def listed(callbacks: Any) -> list[Callback]:
+    """Return the callbacks of an argument that must be a list or another iterable of them."""
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise ConfigError(
+            f"callbacks is {shown(callbacks)}, not a list", "pass a list: callbacks=[MyCallback()]"
+        )
+    return list(callbacks)
+
+
 def _overrides(callback: Callback, method: str) -> bool:
     bound = getattr(callback, method)
     return getattr(bound, "__func__", bound) is not getattr(Callback, method)
@@ -190,12 +225,7 @@ def _call(callback: Callback, name: str, method: str, run: RunView, *args: Any) 
     if world.size == 1:
         getattr(callback, method)(run, *args)
     elif callback.communicates:
-
-        def call_and_vote() -> None:
-            with before_each_collective(world, lambda: agree_to_continue(world)):
-                getattr(callback, method)(run, *args)
-
-        together(world, call_and_vote, every_exception=True)
+        call_together(world, lambda: getattr(callback, method)(run, *args))
     else:
         with before_each_collective(world, lambda: _refuse(name, method)):
             getattr(callback, method)(run, *args)
@@ -230,7 +260,7 @@ def _load(name: str) -> Callback:
     module, _, attribute = name.partition(":")
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(
             f"LOCKSTEP_CALLBACKS={name}: {error}",
             "write module:Class, with the module's folder on PYTHONPATH",

@@ -216,7 +216,7 @@ class RunConfig(BaseModel):
             target = values
             for section in sections:
                 if section not in kind.model_fields:
-                    raise unknown_key(section, kind.model_fields, f"in --set {shown(text)}")
+                    raise unknown_key(section, kind, f"in --set {shown(text)}")
                 below = section_of(kind, section)
                 target = target.setdefault(section, {})
                 if below is None or not isinstance(target, dict):

@@ -77,7 +77,7 @@ def in_a_sentence(kind: type[BaseModel], values: Mapping[str, Any]) -> Iterator[
         known = _owner(kind, loc).model_fields
         if first["type"] == "extra_forbidden":
             where = f"in section {_dotted(loc[:-1])}" if loc[:-1] else "at the top level"
-            raise unknown_key(str(loc[-1]), known, where) from None
+            raise unknown_key(str(loc[-1]), _owner(kind, loc), where) from None
         text = first["msg"].removeprefix("Value error, ")
         problem, _, remedy = text.partition(TRY)
         said = [problem]
@@ -134,8 +134,13 @@ def section_of(kind: type[BaseModel], key: str) -> type[BaseModel] | None:
     return None
 
 
-def unknown_key(key: str, known: Mapping[str, Any], where: str) -> ConfigError:
-    """Return the error for an unknown key, with the nearest known one."""
-    near = closest(key, known)
+def unknown_key(key: str, kind: type[BaseModel], where: str) -> ConfigError:
+    """Return the error for an unknown key, with the section that has it, or the nearest key."""
+    known = kind.model_fields
+    below = {name: section_of(kind, name) for name in known}
+    dotted = [
+        f"{name}.{key}" for name, owner in below.items() if owner and key in owner.model_fields
+    ]
+    near = " or ".join(dotted) or closest(key, known)
     remedy = f"use {near}" if near else f"use one of {', '.join(sorted(known))}"
     return ConfigError(f"unknown key {shown(key)} {where}", remedy)

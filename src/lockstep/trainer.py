@@ -21,12 +21,12 @@ from lockstep.dist import position
 from lockstep.dist.agreement import (
     SAME_STATE,
     agree_to_continue,
+    call_together,
     check_same,
     first_of_ranks,
     is_shared,
     raise_together,
     state_difference,
-    together,
 )
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.fsdp import raise_if_out_of_reach
@@ -301,7 +301,7 @@ class Trainer:
         if run.exact_reducer:
             run.exact_reducer.raise_if_unused()
         check_same("parts of the loss", " ".join(report.names), run.world)
-        state = together(run.world, run.task.state)
+        state = call_together(run.world, run.task_state)
         if difference := state_difference(state, run.world):
             raise ConfigError(f"Task.state() differs between ranks: {difference}", SAME_STATE)
         check_same_weights({"": unwrap(run.model)}, {"": run.optimizer}, run.world)
@@ -385,14 +385,17 @@ class Trainer:
             if closes:
                 self.record.close_epoch()
             if run.callbacks:
+                progress.evaluation_pending = evaluates  # if a callback has failed
                 self._agree(None)
                 if self.stops_unsaved:
                     return
-            is_best = self._evaluate() if evaluates else False
+            if evaluates:
+                self._evaluate()
+            is_best = self.evaluator.best_step == progress.step
             if (saves or is_best) and not self.stopped_by:  # if stopped, `finish` saves
                 self._agree(None)  # on the trained parameters, which the checkpoint lists
                 if not self.stops_unsaved:
-                    self._save(is_best)
+                    self._save()
 
     def _fetch(self, batches: Iterator[StepBatch]) -> StepBatch | LockstepError | None:
         with self.record.throughput.waiting():
@@ -465,42 +468,42 @@ class Trainer:
         """Make the evaluation that the checkpoint lacks; return whether to continue. Collective."""
         if not self.run.progress.evaluation_pending or self.run.held_out is None:
             return True
-        is_best = self._evaluate()
+        self._evaluate()
         if self.stopped_by:
             return False
         self._late_evaluation_step = self.run.progress.step
-        self._save(is_best)
+        self._save()
         return True
 
-    def _evaluate(self) -> bool:
-        """Evaluate; return whether the weights are the best so far. Collective.
+    def _evaluate(self) -> None:
+        """Evaluate, and call callbacks with the metrics. Collective.
 
         If a rank is asked to stop meanwhile, all ranks set `stopped_by` and drop the results. If
         the evaluation fails, the steps are saved before the error is raised. In both cases the
         next run starts with this evaluation.
         """
         try:
-            is_best = self.evaluator.evaluate()
+            self.evaluator.evaluate()
         except (StopRequested, KeyboardInterrupt) as request:
             if isinstance(request, KeyboardInterrupt) and self.run.world.size > 1:
                 raise  # the other ranks were not interrupted, and wait
             interrupted = EXIT_CODES[signal.SIGINT]
             self.stopped_by = getattr(request, "exit_code", interrupted)
             self.events.write("evaluation_interrupted", self.run.progress.step)
-            return False
+            return
         except Exception as error:
             if isinstance(error, LockstepError) or is_shared(error):
                 self._agree(error)
             raise
         self._call("on_evaluation_end", self.evaluator.metrics)
-        return is_best
 
-    def _save(self, is_best: bool = False) -> None:
+    def _save(self) -> None:
         """Save the run, with the metrics of an evaluation at this step. Collective."""
         self._announce_checkpoint()
         self._check_finite()
         step = self.run.progress.step
         metrics = self.evaluator.metrics if self.evaluator.step == step else {}
+        is_best = self.evaluator.best_step == step
         with self.run.world.phase("save"):
             self.saver.save(metrics, is_best, replace=self._late_evaluation_step == step)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep import CheckpointStore, World
-from lockstep.errors import LockstepError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.testing import run_ranks
 
 
@@ -81,6 +81,33 @@ def test_the_folder_can_be_read_meanwhile(tmp_path: Path) -> None:
         model = nn.Linear(1, 1, bias=False)
         assert CheckpointStore(tmp_path).load_into(model=model) == 1
         assert model.weight.item() == 1.0
+
+
+def test_a_part_that_a_loop_does_not_load_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    CheckpointStore(tmp_path).save(1, {n: o.state_dict() for n, o in parts.items()}, {})
+    assert CheckpointStore(tmp_path).load_into(**parts) == 1
+    store = CheckpointStore(tmp_path)
+    store.load_into(schedule=schedule)
+    store.load_into(model=model, optimizer=optimizer)
+    assert not caplog.messages
+    CheckpointStore(tmp_path).load_into(model=model, optimizer=optimizer)
+    (message,) = caplog.messages
+    assert "step_00000001 also holds schedule, which load_into was not given" in message
+
+
+def test_a_checkpoint_of_any_recipe_is_opened_unless_one_is_given(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path, recipe="charlm").save(1, {"model": {}}, {})
+    assert CheckpointStore(tmp_path).open("step_00000001").recipe == "charlm"
+    with pytest.raises(CheckpointError, match="belongs to recipe 'charlm'"):
+        CheckpointStore(tmp_path, recipe="custom").open("step_00000001")
+    with pytest.raises(CheckpointError, match="belongs to recipe 'charlm'"):
+        CheckpointStore(tmp_path).load_into(model=nn.Linear(1, 1))
 
 
 def test_a_loop_that_loads_nothing_sets_the_checkpoints_of_another_run_aside(

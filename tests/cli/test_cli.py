@@ -31,6 +31,13 @@ def really(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+def test_the_package_is_the_command() -> None:
+    words = [sys.executable, "-m", "lockstep", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert "python -m lockstep" in done.stdout
+    assert "Train a PyTorch model" in done.stdout
+
+
 # --- Help --------------------------------------------------------------------
 
 

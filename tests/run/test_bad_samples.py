@@ -116,6 +116,85 @@ def test_bad_samples_are_skipped_alike_for_every_number_of_ranks(tmp_path: Path)
             torch.testing.assert_close(found[num_ranks][name], tensor, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_micro_batch_without_a_good_sample_has_no_weight(exact: bool, tmp_path: Path) -> None:
+    batch = {"batch_size": 1, "global_batch_size": 4, "drop_last": False}
+    changes = {"loader": {"on_bad_sample": "skip"}, "batch": batch, "exact": exact}
+    found = {}
+    for num_ranks in (1, 2, 3):
+        folder = tmp_path / str(num_ranks)
+        (result, *_) = run(folder, num_ranks, lambda: HoledTask(NUM_SAMPLES), **changes)
+        assert result.step == 10
+        found[num_ranks] = weights(folder)
+        skipped = [
+            e["sample"] for r in range(num_ranks) for e in events(folder, "sample_skipped", r)
+        ]
+        assert sorted(skipped) == [5, 5, 12, 12], "each in each epoch"
+        assert verdicts(folder) == ["20 of 20 samples, each once"] * 2
+    run(
+        tmp_path / "larger",
+        1,
+        lambda: HoledTask(NUM_SAMPLES),
+        **changes | {"batch": {"batch_size": 4, "drop_last": False}},
+    )
+    found[4] = weights(tmp_path / "larger")
+    for other in (2, 3, 4):
+        for name, tensor in found[1].items():
+            limit = 0 if exact and other < 4 else 1e-12
+            torch.testing.assert_close(found[other][name], tensor, rtol=0, atol=limit)
+
+
+def test_a_contrastive_loss_leaves_a_stand_in_out(tmp_path: Path) -> None:
+    class Contrastive(HoledTask):
+        gathers = True
+
+        def loss(self, model: nn.Module, batch: Any, context: Context) -> PartialLoss:
+            rows = model(batch["x"])
+            others = context.gather(rows)
+            weight = len(rows) * len(others)
+            return PartialLoss((rows @ others.T).square().sum() / 20, weight)
+
+    batch = {"batch_size": 1, "global_batch_size": 4, "drop_last": False}
+    skip = {"loader": {"on_bad_sample": "skip"}, "batch": batch, "exact": True}
+    found = []
+    for num_ranks in (1, 2):
+        folder = tmp_path / str(num_ranks)
+        (result, *_) = run(
+            folder, num_ranks, lambda: Contrastive(NUM_SAMPLES, num_held_out=0), **skip
+        )
+        assert result.step == 10
+        found.append(weights(folder))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_held_out_batch_without_a_good_sample_is_skipped(num_ranks: int, tmp_path: Path) -> None:
+    class Task(TinyTask):
+        bad: tuple[int, ...] = (6, 7)
+
+        def eval_data(self) -> Any:
+            samples = super().eval_data()
+            return Holed(samples, self.bad) if self.bad else samples[:6] + samples[8:]
+
+    evaluation = {"every_steps": 3, "batch_size": 2}
+    skip = {"loader": {"on_bad_sample": "skip"}, "evaluation": evaluation}
+    (result, *_) = run(tmp_path / "skipped", num_ranks, lambda: Task(NUM_SAMPLES), **skip)
+    Task.bad = ()
+    (without, *_) = run(tmp_path / "without", num_ranks, lambda: Task(NUM_SAMPLES), **skip)
+    assert result.metrics == pytest.approx(without.metrics, abs=1e-12)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_set_of_bad_samples_only_is_refused(num_workers: int, tmp_path: Path) -> None:
+    class Task(HoledTask):
+        bad = tuple(range(NUM_SAMPLES))
+
+    loader = {"on_bad_sample": "skip", "num_workers": num_workers}
+    (error,) = run(tmp_path, 1, lambda: Task(NUM_SAMPLES), loader=loader)
+    assert error[0] == "DataError"
+    assert "and so were the next 64" in error[1]
+
+
 class TheirError(DataError):
     """An error of a task's own."""
 

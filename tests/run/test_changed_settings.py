@@ -1,17 +1,20 @@
 """A run is taken up with other numbers: accepted with a word, or refused on all ranks."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from whole_run import NUM_SAMPLES, config_for, events, files, run, store, weights
 
-from lockstep import fit
-from lockstep.errors import (
-    LockstepError,
-)
+from lockstep import Callback, PartialLoss, fit
+from lockstep.callback import RunView
+from lockstep.data.batch import StepBatch
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.step.report import StepReport
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
 from lockstep.trainer import RunResult
@@ -135,6 +138,108 @@ def test_changed_optimizer_settings_need_a_word(tmp_path: Path) -> None:
     checkpoint, _ = store(tmp_path).latest()
     assert checkpoint is not None
     assert checkpoint.load("optimizer")["param_groups"][0]["weight_decay"] == 0.3
+
+
+class Larger(TinyTask):
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.3)
+
+
+def test_accepted_changes_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(TinyTask(NUM_SAMPLES), config_for(tmp_path, max_steps=2))
+    assert "accepted a change" not in capsys.readouterr().out
+    batch = {"batch_size": 4, "global_batch_size": 4, "drop_last": False}
+    changes: dict[str, Any] = {"max_grad_norm": 2.0, "batch": batch, "accept_changes": True}
+    fit(Larger(NUM_SAMPLES + 4), config_for(tmp_path, max_steps=4, **changes))
+    lines = capsys.readouterr().out.splitlines()
+    said = [line for line in lines if line.startswith("warning: accepted a change")]
+    for text, line in zip(
+        (
+            "max_grad_norm None -> 2.0",
+            "training data: ",
+            "trained with global_batch_size 8, this run asks for 4",
+            "optimizer: weight_decay 0.01 -> 0.3",
+        ),
+        said,
+        strict=True,
+    ):
+        assert f"warning: accepted a change since the checkpoint: {text}" in line or text in line
+
+
+class Scheduled(TinyTask):
+    """One setting of its optimizer follows a schedule: weight decay, or the betas of OneCycleLR."""
+
+    def __init__(self, weight_decay: float = 0.01, one_cycle: bool = False) -> None:
+        super().__init__(NUM_SAMPLES)
+        self.weight_decay = weight_decay
+        self.one_cycle = one_cycle
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        decay = self.weight_decay
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
+        if self.one_cycle:
+            self.schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=20)
+        return optimizer
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        is_bad = context.training and context.step == 3
+        return replace(made, loss_sum=made.loss_sum * (float("nan") if is_bad else 1))
+
+
+class Schedule(Callback):
+    def on_step_end(self, run: RunView, batch: StepBatch, report: StepReport) -> None:
+        group = run.optimizer.param_groups[0]
+        if run.task.one_cycle:
+            rate = group["lr"]
+            run.task.schedule.step()
+            group["lr"] = rate  # which `fit` sets; the betas stay
+        else:
+            group["weight_decay"] += 0.01
+
+
+def train_scheduled(folder: Path, max_steps: int, task: TinyTask, **changes: Any) -> dict[str, Any]:
+    config = config_for(folder, max_steps=max_steps, on_non_finite="skip", **changes)
+    fit(task, config, [Schedule()])
+    checkpoint, _ = store(folder).latest()
+    assert checkpoint is not None
+    group: dict[str, Any] = checkpoint.load("optimizer")["param_groups"][0]
+    return group
+
+
+@pytest.mark.parametrize("one_cycle", [False, True])
+def test_a_run_whose_optimizer_settings_follow_a_schedule_resumes(
+    one_cycle: bool, tmp_path: Path
+) -> None:
+    train_scheduled(tmp_path, 2, Scheduled(one_cycle=one_cycle))
+    group = train_scheduled(tmp_path, 4, Scheduled(one_cycle=one_cycle))
+    assert one_cycle or group["weight_decay"] == pytest.approx(0.05)
+
+
+def test_a_run_whose_optimizer_settings_follow_a_schedule_rewinds(tmp_path: Path) -> None:
+    fit(Scheduled(), config_for(tmp_path, max_steps=6, on_non_finite="rewind"), [Schedule()])
+    assert store(tmp_path).steps()[-1] == 6
+
+
+def test_a_changed_setting_is_found_behind_a_schedule(tmp_path: Path) -> None:
+    train_scheduled(tmp_path, 2, Scheduled())
+    with pytest.raises(ConfigError, match=r"weight_decay 0\.01 -> 0\.03"):
+        train_scheduled(tmp_path, 4, Scheduled(weight_decay=0.03))  # as scheduled at step 2
+    group = train_scheduled(tmp_path, 4, Scheduled(weight_decay=0.3), accept_changes=True)
+    assert group["weight_decay"] == pytest.approx(0.32)
+
+
+def test_a_checkpoint_without_the_settings_as_built_is_compared_by_its_own(tmp_path: Path) -> None:
+    run(tmp_path / "new", 1, max_steps=2)
+    checkpoint, _ = store(tmp_path / "new").latest()
+    assert checkpoint is not None
+    meta = {k: v for k, v in checkpoint.meta.items() if k != "optimizer_as_built"}
+    assert len(meta) < len(checkpoint.meta)
+    store(tmp_path).save(2, {part: checkpoint.load(part) for part in checkpoint.parts}, meta)
+    with pytest.raises(ConfigError, match=r"weight_decay 0\.01 -> 0\.3"):
+        fit(Scheduled(weight_decay=0.3), config_for(tmp_path))
+    (result,) = run(tmp_path, 1)
+    assert result.step == 6
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,44 @@ def test_a_custom_loop_refuses_parts_that_differ_between_ranks(others: tuple[str
     assert run_ranks(2, step_with_other_parts, others) == [(said, True)] * 2
 
 
+class Parted(TinyTask):
+    """Returns given parts, and a weight if there is one."""
+
+    def __init__(self, parts: Any, weight: Any = None) -> None:
+        super().__init__(num_samples=16, num_held_out=0)
+        self.parts = parts
+        self.weight = weight
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        return PartialLoss(made.loss_sum, self.weight or made.weight, self.parts)
+
+
+PAIR = (torch.ones(()), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Parted({"loss": PAIR}), "a part of the loss is named 'loss', as the loss itself is"),
+        (Parted({"a": PAIR, 3: PAIR}), "a part of the loss is named 3, which is not a text"),
+        (
+            Parted({"a": (torch.ones(3), 1.0)}),
+            "part 'a' of the loss is (tensor([1., 1., 1.]), 1.0)",
+        ),
+        (Parted({"a": torch.ones(())}), "part 'a' of the loss is tensor(1.), not a pair"),
+        (Parted({}, torch.ones(4).tolist()), "the weight of the loss is [1.0, 1.0, 1.0, 1.0]"),
+    ],
+)
+def test_a_part_that_cannot_be_added_up_is_refused(
+    task: TinyTask, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fit(task, config_for(tmp_path))
+    assert caught.value.problem.startswith(said)
+    assert not events_of(tmp_path, "step")
+
+
 class Elusive(TinyTask):
     """Leaves gradients where the other ranks do not get them."""
 

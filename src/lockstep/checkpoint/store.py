@@ -46,7 +46,7 @@ from lockstep.checkpoint.lock import FolderLock
 from lockstep.checkpoint.state import Share, load_model_state, load_optimizer, share_of, snapshot
 from lockstep.dist.agreement import together
 from lockstep.dist.ddp import sync_buffers, unwrap
-from lockstep.dist.environment import rehearsal_folder
+from lockstep.dist.environment import launched_rank, rehearsal_folder
 from lockstep.dist.same_state import check_registered, check_same_weights
 from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, closest
@@ -94,14 +94,16 @@ class CheckpointStore:
     """The checkpoints of one run. Any process may read; only one may save, name or set aside."""
 
     def __init__(
-        self, folder: str | Path, *, keep_last: int | None = 3, recipe: str = "custom"
+        self, folder: str | Path, *, keep_last: int | None = 3, recipe: str | None = None
     ) -> None:
         if keep_last is not None and keep_last < 1:
             problem = f"keep_last={keep_last} keeps no checkpoint"
             raise CheckpointError(problem, "pass keep_last=1 or more, or None to keep all")
         self.folder = Path(folder)
         self.keep_last = keep_last
-        self.recipe = recipe
+        self.recipe = recipe or "custom"
+        """Written into every checkpoint; one of another recipe is not continued."""
+        self._opens_any = recipe is None
         self.generation = 0
         """The generation of this group, the same on all ranks; 0 until it has taken over the
         folder."""
@@ -109,6 +111,8 @@ class CheckpointStore:
         """The fingerprints of checkpoints that have been verified."""
         self._committed: dict[Path, tuple[object, ...]] = {}
         """The fingerprints of checkpoints that this store has saved."""
+        self._restored: dict[Path, set[str]] = {}
+        """The parts of each checkpoint that `load_into` has restored."""
         self._replaceable: dict[Path, tuple[object, ...]] = {}
         """The fingerprint of the damaged checkpoint that the current save may replace."""
 
@@ -308,14 +312,17 @@ class CheckpointStore:
         parent (`checkpoints/checkpoint_epoch_10.pt`).
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it belongs to another recipe.
+            CheckpointError: there is none, it is damaged, or it belongs to another recipe than
+                the one that the store was given.
         """
         for base in (Path(), self.folder, self.folder.parent):
             if not os.path.isdir(base / path):
                 continue
             found = Path(os.path.realpath(base / path))
             if STEP_FOLDER.fullmatch(found.name) or os.path.lexists(found / MANIFEST):
-                checkpoint = self._of_this_recipe(read_checkpoint(found))
+                checkpoint = read_checkpoint(found)
+                if not self._opens_any:
+                    self._of_this_recipe(checkpoint)
                 if found == self.path(checkpoint.step).resolve():
                     _use_of(self.folder).note_read(checkpoint.step)
                 return checkpoint
@@ -389,7 +396,20 @@ class CheckpointStore:
                     ) from error
             else:
                 target.load_state_dict(checkpoint.load(name))
+        self._warn_of_rest(checkpoint, objects)
         return checkpoint.step
+
+    def _warn_of_rest(self, checkpoint: Checkpoint, objects: Mapping[str, Any]) -> None:
+        """Warn of saved states that this call and earlier ones have not restored."""
+        self._restored.setdefault(checkpoint.path, set()).update(objects)
+        rest = [part for part in checkpoint.parts if part not in self._restored[checkpoint.path]]
+        restores_model = any(isinstance(o, nn.Module | Optimizer) for o in objects.values())
+        if rest and restores_model and launched_rank() == 0:
+            _log.warning(
+                "%s also holds %s, which load_into was not given: they start from scratch",
+                checkpoint.path,
+                ", ".join(rest),
+            )
 
     def _enter_rehearsal(self) -> None:
         """In a rehearsal, use another folder than the real run."""

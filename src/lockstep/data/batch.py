@@ -36,11 +36,13 @@ class MicroBatch:
     skipped: tuple[tuple[int, str], ...] = ()
     error: tuple[str, str] | None = None
     faults: tuple[WorkerFault, ...] = ()
+    is_stand_in: bool = False
+    """Whether every sample of the leaf was skipped, and `data` are others that must not count."""
 
     @property
     def counts(self) -> bool:
-        """Return whether this micro-batch adds to the step; padding does not."""
-        return not self.leaf.is_padding
+        """Return whether this micro-batch adds to the step; padding and a stand-in do not."""
+        return not (self.leaf.is_padding or self.is_stand_in)
 
     @property
     def visited(self) -> Ids:

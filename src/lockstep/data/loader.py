@@ -33,7 +33,14 @@ from lockstep.data.order import (
     num_leaves_of,
     step_of,
 )
-from lockstep.data.reader import Collate, LeafReader, StreamReader, build_reader, is_stream
+from lockstep.data.reader import (
+    Collate,
+    LeafReader,
+    StreamReader,
+    build_reader,
+    is_stream,
+    refuse_data_loader,
+)
 from lockstep.data.workers import read_in_workers
 from lockstep.dist.agreement import check_same, first_of_ranks
 from lockstep.dist.collectives import Collectives
@@ -100,6 +107,7 @@ class Loader:
         config: LoaderConfig | None = None,
         accept_changes: bool = False,
     ) -> None:
+        refuse_data_loader(dataset)
         if is_rehearsal() and not world.is_in_run:
             plan, epochs, max_steps = _rehearsed(dataset, batch_size, plan, world.size)
         self._accepts_changes = accept_changes

@@ -7,16 +7,17 @@ A data set that reads a leaf in one call (`__getitems__`) is seeded by the first
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lockstep.data.batch import MicroBatch
 from lockstep.data.contents import contents_of
 from lockstep.data.order import Ids, Leaf, Order, mix
-from lockstep.errors import DataError, LockstepError
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.randomness import derive_seed, seed_all, set_all, untouched
 
 Collate = Callable[[list[Any]], Any]
@@ -25,10 +26,23 @@ WINDOW = 1024
 """The number of positions to look up at once: an order takes about as long for 16 as for 1024."""
 
 
+NUM_TRIED = 64
+"""The number of samples to try as a stand-in for a micro-batch without a good one."""
+
+
 def is_stream(dataset: Any) -> bool:
     """Return whether a data set is a stream, which is read in order and has no index."""
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return isinstance(dataset, IterableDataset) or not indexed
+
+
+def refuse_data_loader(dataset: Any) -> None:
+    """Refuse a torch DataLoader, whose batches would be taken for samples."""
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            "the data are a torch DataLoader, and batches, shuffling and workers are lockstep's",
+            "return its data set (loader.dataset), and set batch.batch_size and loader.num_workers",
+        )
 
 
 @dataclass
@@ -81,12 +95,32 @@ class LeafReader:
                 if self.on_bad_sample == "stop":
                     return MicroBatch(leaf, ids, None, error=(problem, remedy))
                 skipped.append((sample, problem))
+        kept = np.array(good, dtype=np.int64) if skipped else ids
+        if samples:
+            return self._collated(leaf, kept, samples, tuple(skipped))
+        samples = self._stand_in(leaf)
         if not samples:
-            problem = f"every sample of a micro-batch was bad, the first because {skipped[0][1]}"
+            problem = (
+                f"every sample of a micro-batch was bad, and so were the next {NUM_TRIED}; the "
+                f"first because {skipped[0][1]}"
+            )
             remedy = "check the data set before you continue with on_bad_sample=skip"
             return MicroBatch(leaf, ids, None, error=(problem, remedy))
-        kept = np.array(good, dtype=np.int64) if skipped else ids
-        return self._collated(leaf, kept, samples, tuple(skipped))
+        return replace(self._collated(leaf, kept, samples, tuple(skipped)), is_stand_in=True)
+
+    def _stand_in(self, leaf: Leaf) -> list[Any]:
+        """Return as many good samples as a leaf has, or fewer, from the positions after it."""
+        num_samples = getattr(self.order, "num_samples", len(self.dataset))
+        samples: list[Any] = []
+        for position in range(leaf.stop, leaf.stop + min(num_samples, NUM_TRIED)):
+            start = position % num_samples
+            ids = self.order.ids(leaf.epoch, start, start + 1)
+            set_all(*sample_seeds(self.seed, leaf.epoch, ids))
+            with suppress(Exception):
+                samples.append(self.dataset[int(ids[0])])
+            if len(samples) == leaf.stop - leaf.start:
+                break
+        return samples
 
     def _in_one_call(self, leaf: Leaf, ids: Ids) -> list[Any] | None:
         """Read a leaf with `__getitems__`; return None if the data set has none, or it fails."""

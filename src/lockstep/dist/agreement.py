@@ -53,6 +53,28 @@ def together(world: Collectives, action: Callable[[], T], *, every_exception: bo
     return result
 
 
+def call_together(world: Collectives, action: Callable[[], T]) -> T:
+    """Call code of a task or callback; raise its exception on all ranks. Collective.
+
+    The code may contain collectives, because ranks vote before each.
+    """
+
+    def call() -> T:
+        with before_each_collective(world, lambda: agree_to_continue(world)):
+            return action()
+
+    return together(world, call, every_exception=True)
+
+
+def naming(place: str, action: Callable[[], T]) -> T:
+    """Call code of a task or callback; an exception gets a note of the place."""
+    try:
+        return action()
+    except Exception as error:
+        error.add_note(f"in {place}")
+        raise
+
+
 def is_shared(error: BaseException) -> bool:
     """Return whether every rank raises this error, or one about it."""
     return getattr(error, "is_shared", False)
@@ -136,6 +158,7 @@ def _as_parts(problem: Exception | None) -> list[str]:
         return [kinds[0], problem.problem, problem.remedy]
     place = traceback.extract_tb(problem.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno} in {place.name}"
+    where = ", ".join([where, *getattr(problem, "__notes__", [])])
     text = f"{type(problem).__name__}: {problem!s:.1000} ({where})"
     return [OtherRankError.__name__, text, "read the traceback that this rank prints"]
 

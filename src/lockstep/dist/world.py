@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.callback import Callback, Callbacks, collect_callbacks, load_callbacks
+from lockstep.callback import Callback, Callbacks, collect_callbacks, listed, load_callbacks
 from lockstep.custom_loop import CustomLoop
 from lockstep.dist import position
 from lockstep.dist.collectives import Collectives
@@ -122,7 +122,7 @@ class World(Collectives):
     def attach(self, callbacks: Sequence[Callback]) -> None:
         """Add callbacks, and those that LOCKSTEP_CALLBACKS names. Collective."""
         named = callback_names()
-        both = collect_callbacks(self, lambda: [*callbacks, *load_callbacks(named)])
+        both = collect_callbacks(self, lambda: [*listed(callbacks), *load_callbacks(named)])
         self.callbacks = both
         self.custom_loop = CustomLoop(self, both) if both else None
 

@@ -138,7 +138,7 @@ class DoctorCallback(Callback):
             self.note_failure(phase, error)
             leave_process(1)
 
-    def on_phase(self, phase: Phase, begins: bool) -> None:
+    def note_phase(self, phase: Phase, begins: bool) -> None:
         """Record a phase of the run; end the process if it failed."""
         name = PHASE_NAMES.get(phase)
         if name is None:
@@ -183,7 +183,7 @@ class DoctorCallback(Callback):
             found.write(self.file)
             leave_process(0)
         self.end("script")
-        world.phase.listeners.append(self.on_phase)
+        world.phase.listeners.append(self.note_phase)
         scratch = ""
         if world.is_first:
             scratch = self._check_folder()
@@ -329,7 +329,7 @@ class DoctorCallback(Callback):
         if saved is not None:
             now = take_fingerprints(data, run.held_out, config.seed, saved, False)
             changes = changed_data(saved, now, {"training": data, "held-out": run.held_out})
-        contract = plan_run(task, config, data, self.world_size, saved, changes)
+        contract, _ = plan_run(task, config, data, self.world_size, saved, changes)
         plan = contract.plan
         loader = build_loader(task, config, data, run.world, plan)
         check_model(unwrap(run.model), loader, saved, config)
@@ -396,7 +396,7 @@ class DoctorCallback(Callback):
         device = run.world.device
         if run.is_custom_loop:
             self._weigh(batch)
-            run.world.phase.listeners.append(self.on_phase)
+            run.world.phase.listeners.append(self.note_phase)
         if device.type == "cuda" and not self._times:
             torch.cuda.reset_peak_memory_stats(device)
         self._began = time.perf_counter()

@@ -84,7 +84,11 @@ def gather_rows(
             one.whole = [whole.clone().requires_grad_() for whole in wholes]
             total = leaf_loss(model, micro_batch, one).loss_sum
             grads = torch.autograd.grad(total, one.whole, materialize_grads=True)
-            for tree, grad in zip(trees, grads, strict=True):
-                tree.add((0, micro_batch.leaf.place), [grad.contiguous()])
+        elif not micro_batch.leaf.is_padding:  # a stand-in, which has a place in the sum
+            grads = tuple(map(torch.zeros_like, wholes))
+        else:
+            continue
+        for tree, grad in zip(trees, grads, strict=True):
+            tree.add((0, micro_batch.leaf.place), [grad.contiguous()])
     sums = [sum_nodes(tree, whole, world) for tree, whole in zip(trees, wholes, strict=True)]
     return [replace(one, own=[], whole=wholes, grads=sums) for one in gathered]

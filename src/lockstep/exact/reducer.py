@@ -77,7 +77,7 @@ class ExactReducer:
     def leaf(self, micro_batch: MicroBatch, is_last: bool) -> Iterator[None]:
         """Separate this leaf's gradients and running statistics from those of other leaves."""
         place = micro_batch.leaf.place
-        node = (0, place) if micro_batch.counts else None
+        node = None if micro_batch.leaf.is_padding else (0, place)
         self._last = node if is_last else None
         self._statistics.before(place)
         yield
@@ -95,7 +95,7 @@ class ExactReducer:
         """Return the sum of one row of numbers per leaf. Collective."""
         tree = TreeSum(batch.num_leaves)
         for micro_batch, row in zip(batch.micro_batches, rows, strict=True):
-            if micro_batch.counts:
+            if not micro_batch.leaf.is_padding:
                 tree.add((0, micro_batch.leaf.place), [row.clone()])
         return sum_nodes(tree, rows[0], self.world)
 

@@ -4,6 +4,7 @@ Owns: the order: folder, data, checkpoint, batch plan, model, optimizer. Does no
 which the trainer takes.
 """
 
+import inspect
 import json
 import shutil
 import traceback
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.callback import Callback, collect_callbacks
+from lockstep.callback import Callback, collect_callbacks, listed
 from lockstep.checkpoint import Checkpoint, CheckpointStore, FolderLock
 from lockstep.checkpoint.layout import damaged
 from lockstep.checkpoint.manifest import in_brief
@@ -23,7 +24,7 @@ from lockstep.config import RunConfig
 from lockstep.data.fingerprint import check_same_samples, is_full_fingerprint_due
 from lockstep.data.loader import Loader
 from lockstep.data.order import num_leaves_of
-from lockstep.data.reader import is_stream
+from lockstep.data.reader import is_stream, refuse_data_loader
 from lockstep.dist import position
 from lockstep.dist.agreement import check_same, first_of_ranks, together
 from lockstep.dist.batch_norm import padded_step, refuse_padding, synchronise_batch_norm
@@ -37,7 +38,7 @@ from lockstep.dist.same_state import (
     check_same_optimizer,
 )
 from lockstep.dist.world import World
-from lockstep.errors import CheckpointError, ConfigError, own_exit_code
+from lockstep.errors import CheckpointError, ConfigError, own_exit_code, shown
 from lockstep.exact.determinism import fingerprint, set_numerics
 from lockstep.exact.reducer import ExactReducer
 from lockstep.observe.events import log_name
@@ -81,7 +82,7 @@ def prepare(
     position.own.begin_run()
     stack.callback(position.own.leave_run)
     stack.enter_context(own_exit_code())
-    refuse_early_exit(stack, world, lambda: "the run had not reached its first step")
+    refuse_early_exit(stack, world, _lost_before_first_step)
     builder = _Builder(task, config, world, stack)
     builder.attach_callbacks(callbacks)
     with world.phase("open folder"):
@@ -97,6 +98,11 @@ def prepare(
         builder.build_model()
         builder.build_optimizer()
         return builder.build_run()
+
+
+def _lost_before_first_step() -> str:
+    """Describe what an exit loses; once there is a trainer, it knows."""
+    return "the run had not reached its first step" if position.own.step is None else ""
 
 
 class _Builder:
@@ -118,7 +124,7 @@ class _Builder:
     def attach_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Collect the callbacks and let them change the config."""
         world = self.world
-        self.callbacks = collect_callbacks(world, lambda: [*callbacks, *world.callbacks])
+        self.callbacks = collect_callbacks(world, lambda: [*listed(callbacks), *world.callbacks])
         self.stack.enter_context(world.inside_run())
         self.config = together(
             world, lambda: self.callbacks.configure(self.task, rehearsed(self.config), world)
@@ -153,15 +159,21 @@ class _Builder:
         seed = self.config.seed
         # Two streams, so that held-out data do not depend on how training data use theirs.
         seed_everything(world.device, seed, "training data")
-        self.data = together(world, self.task.train_data)
+        self.data = together(world, self._build_training)
         seed_everything(world.device, seed, "held-out data")
         self.held_out = together(world, self._build_held_out)
         check_same("numbers of training samples", _length(self.data), world)
         check_same("numbers of held-out samples", _length(self.held_out), world)
 
+    def _build_training(self) -> Any:
+        data = self.task.train_data()
+        refuse_data_loader(data)
+        return data
+
     def _build_held_out(self) -> Any:
         """Return the held-out samples, or None if there are none."""
         data = self.task.eval_data()
+        refuse_data_loader(data)
         if data is not None and is_stream(data):
             raise ConfigError(
                 "held-out data need a length and an index", "return a list of the samples"
@@ -212,7 +224,7 @@ class _Builder:
         The task gets its saved state before its model: a vocabulary may size its embedding.
         """
         world = self.world
-        self.contract = together(
+        self.contract, self.accepted = together(
             world,
             lambda: plan_run(
                 self.task, self.config, self.data, world.size, self.checkpoint, self.changed_data
@@ -316,6 +328,7 @@ class _Builder:
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         optimizer = self.task.build_optimizer(self.model, self.contract.effective_lr)
+        check_optimizer(optimizer)
         own = {id(parameter) for parameter in self.model.parameters()}
         check_registered(optimizer, own, "the model", REGISTER)
         return optimizer
@@ -369,6 +382,7 @@ class _Builder:
             not_compared=self.not_compared,
             averaging=Averaging(self.world, config.gradients.dtype),
             callbacks=self.callbacks,
+            accepted=self.accepted,
             trained_at_start=[name for name, p in model.named_parameters() if p.requires_grad],
         )
 
@@ -383,6 +397,21 @@ class _Builder:
         self.optimizer.register_step_post_hook(lambda *_: new_step())  # type: ignore[no-untyped-call]
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what is not an optimizer, or one that calls the loss itself."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"build_optimizer returned {shown(optimizer)}, not a torch.optim.Optimizer",
+            "return one optimizer; parameters may be in several groups of it",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs a closure, which computes the loss again",
+            "use an optimizer that takes one gradient per step, such as AdamW",
+        )
+
+
 def plan_run(
     task: Task,
     config: RunConfig,
@@ -390,8 +419,8 @@ def plan_run(
     world_size: int,
     checkpoint: Checkpoint | None,
     changed_data: list[str],
-) -> Contract:
-    """Return the batch and rate of a run on `world_size` ranks.
+) -> tuple[Contract, list[str]]:
+    """Return the batch and rate of a run on `world_size` ranks, and the accepted changes.
 
     Raises:
         ConfigError: naming all settings and data that may not differ from the checkpoint's.
@@ -399,20 +428,22 @@ def plan_run(
     free = free_settings(checkpoint)
     changes = changed_settings(checkpoint, config, task.settings(), task.may_change, free)
     changes += changed_data
-    refuses = bool(changes) and not config.accept_changes
     gathers = task.gathers and not config.exact
+    strict = config.model_copy(update={"accept_changes": False})
     try:
-        contract = agree_on_contract(config, data, world_size, checkpoint, gathers)
+        contract = agree_on_contract(strict, data, world_size, checkpoint, gathers)
     except ConfigError as error:
-        if not refuses:
+        if not (changes or config.accept_changes):
             raise
         changes.append(error.problem)
-    if refuses:
+        if config.accept_changes:
+            contract = agree_on_contract(config, data, world_size, checkpoint, gathers)
+    if changes and not config.accept_changes:
         raise ConfigError(
             f"settings or data differ from the checkpoint's: {'; '.join(changes)}",
             "restore the old values, or pass accept_changes=true to continue with the new ones",
         )
-    return contract
+    return contract, changes
 
 
 def build_loader(task: Task, config: RunConfig, data: Any, world: World, plan: BatchPlan) -> Loader:

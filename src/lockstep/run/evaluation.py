@@ -8,8 +8,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +22,13 @@ from lockstep.data.order import share
 from lockstep.dist.agreement import agree_to_continue, together
 from lockstep.dist.fsdp import is_sharded
 from lockstep.dist.world import World
-from lockstep.errors import StopRequested
+from lockstep.errors import ConfigError, DataError, StopRequested, shown
 from lockstep.exact.tree import TreeSum, sum_nodes
 from lockstep.randomness import seed_everything
 from lockstep.step.partial import as_partial, number
 from lockstep.task import Context, PartialLoss, Task
+
+SAME_SHAPE = "return sums of the same shape from evaluate for every held-out batch"
 
 
 @contextmanager
@@ -102,8 +106,14 @@ def evaluate(
 
     def measure_all() -> None:
         batches = read_held_out(data, batch_size, world, seed, task.collate, loader, pads_rounds)
+        if metrics and pads_rounds:
+            batches = _without_stand_ins(batches)
         for micro_batch in _in_rounds(batches, -(-num_batches // world.size), world, stop_code):
+            if micro_batch.is_stand_in and not pads_rounds:
+                continue
             result = measure(micro_batch)
+            if micro_batch.is_stand_in:
+                continue
             if not micro_batch.counts:  # padding comes first, so this resets only its own results
                 _reset(metrics)
                 continue
@@ -122,9 +132,32 @@ def evaluate(
 
     def report() -> dict[str, float]:
         measured = {name: float(metric.compute()) for name, metric in metrics.items()}
-        return {**task.derive(means), **measured}
+        return as_numbers({**task.derive(means), **measured})
 
     return together(world, report, every_exception=True)
+
+
+def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as floats, from any real numbers, also those of NumPy and torch.
+
+    >>> as_numbers({"loss": torch.tensor(0.5), "accuracy": np.float32(1)})
+    {'loss': 0.5, 'accuracy': 1.0}
+
+    Raises:
+        ConfigError: a metric is not a number.
+    """
+    return {name: _as_number(name, value) for name, value in metrics.items()}
+
+
+def _as_number(name: str, value: Any) -> float:
+    is_array = isinstance(value, Tensor | np.ndarray | np.generic)
+    plain = value.item() if is_array and math.prod(value.shape) == 1 else value
+    if not isinstance(plain, Real):
+        raise ConfigError(
+            f"the metric {name!r} is {shown(value)}, not a number",
+            "return one number for each metric",
+        )
+    return float(plain)
 
 
 def _new_metrics(task: Task, device: torch.device) -> Mapping[str, Any]:
@@ -163,7 +196,18 @@ class _Sums:
         for name, (value, weight) in measured.items():
             value = torch.as_tensor(value, dtype=torch.float64)
             weight = torch.as_tensor(weight, dtype=torch.float64)
-            self._shapes[name] = value.shape
+            if weight.numel() != 1:
+                raise ConfigError(
+                    f"the weight of {name!r} is {shown(weight)}, not one number",
+                    "return the number of units in the sum from evaluate",
+                )
+            before = self._shapes.setdefault(name, value.shape)
+            if before != value.shape:
+                raise ConfigError(
+                    f"{name!r} has shape {tuple(before)} in one held-out batch and "
+                    f"{tuple(value.shape)} in another",
+                    SAME_SHAPE,
+                )
             row = torch.cat([value.ravel().cpu(), weight.reshape(1).cpu()])
             self._add_zeros(name, place, row)
             self._trees[name].add((0, place), [row])
@@ -181,8 +225,18 @@ class _Sums:
     def means(self) -> dict[str, Tensor]:
         """Return sum / weight of each name that any rank measured. Collective."""
         shapes: dict[str, Sequence[int]] = {}
-        for found in self.world.all_values(self._shapes):
-            shapes |= found
+        ranks: dict[str, int] = {}
+        for rank, found in enumerate(self.world.all_values(self._shapes)):
+            for name, shape in found.items():
+                if shapes.setdefault(name, shape) != shape:
+                    error = ConfigError(
+                        f"{name!r} has shape {tuple(shapes[name])} on rank {ranks[name]} and "
+                        f"{tuple(shape)} on rank {rank}",
+                        SAME_SHAPE,
+                    )
+                    error.is_shared = True
+                    raise error
+                ranks.setdefault(name, rank)
         means = {}
         for name, shape in shapes.items():
             zeros = torch.zeros(math.prod(shape) + 1, dtype=torch.float64)
@@ -199,6 +253,17 @@ def can_agree(model: nn.Module, world: World) -> bool:
     With a sharded model they cannot: the other ranks wait in the collectives of a forward pass.
     """
     return world.size == 1 or not is_sharded(model)
+
+
+def _without_stand_ins(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """Refuse a stand-in: a pass over it could not be taken out of a metric again."""
+    for batch in batches:
+        if batch.is_stand_in:
+            raise DataError(
+                f"a held-out batch has no good sample, the first because {batch.skipped[0][1]}",
+                "remove the bad samples, or raise evaluation.batch_size",
+            )
+        yield batch
 
 
 def _in_rounds(

@@ -15,7 +15,8 @@ from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.fsdp import gathered_whole
 from lockstep.errors import ConfigError
 from lockstep.observe.events import EventLog
-from lockstep.run.evaluation import can_agree, evaluate
+from lockstep.randomness import seed_everything
+from lockstep.run.evaluation import as_numbers, can_agree, evaluate
 from lockstep.run.run import Run
 from lockstep.task import Context, Task
 
@@ -38,9 +39,11 @@ class Evaluator:
         """The metrics of the last evaluation."""
         self.step = run.progress.step if self.metrics else None
         """The step of the last evaluation."""
+        self.best_step: int | None = None
+        """The step of the last evaluation of this process that was the best so far."""
 
-    def evaluate(self) -> bool:
-        """Evaluate the current weights; return whether they are the best so far. Collective.
+    def evaluate(self) -> None:
+        """Evaluate the current weights, and note whether they are the best so far. Collective.
 
         A checkpoint saved before this is done records that the evaluation is missing.
 
@@ -54,7 +57,8 @@ class Evaluator:
         self.step = run.progress.step
         is_best = together(run.world, self._is_best, every_exception=True)
         run.progress.evaluation_pending = False
-        return bool(run.world.all_max(int(is_best))[0])
+        if run.world.all_max(int(is_best))[0]:
+            self.best_step = self.step
 
     def _measure(self) -> dict[str, float]:
         """Return the metrics of the weights and of their first average. Collective."""
@@ -103,6 +107,7 @@ class Evaluator:
         if not is_default:
             context.raise_if_stopping()
         agrees = can_agree(model, run.world)
+        seed_everything(run.world.device, run.config.seed, "finish_evaluation", step)
 
         def call_task() -> dict[str, float]:
             vote = before_each_collective(run.world, lambda: agree_to_continue(run.world))
@@ -111,7 +116,7 @@ class Evaluator:
             for name, value in results.items():
                 if isinstance(value, Path):
                     self.events.write("picture", step, name=name, path=str(value))
-            return {name: value for name, value in results.items() if not isinstance(value, Path)}
+            return as_numbers({n: v for n, v in results.items() if not isinstance(v, Path)})
 
         stays_sharded = run.task.calls_model_equally or is_default
         with run.autocast or nullcontext(), gathered_whole(model, unless=stays_sharded):

@@ -82,7 +82,7 @@ class Record:
             for fault in micro_batch.faults:
                 self.events.write("worker_lost", step, **asdict(fault), message=str(fault))
                 self._warn_if_not_first(str(fault))
-            if micro_batch.counts:
+            if not micro_batch.leaf.is_padding:
                 self._entered.setdefault(batch.epoch, []).append(micro_batch.visited)
                 for sample, reason in micro_batch.skipped:
                     self.events.write("sample_skipped", step, sample=sample, reason=reason)
@@ -190,6 +190,7 @@ def banner(run: Run) -> list[str]:
     limit = run.config.max_grad_norm
     lines.append(f"Gradient clipping: {'none' if limit is None else f'at norm {limit:g}'}")
     lines += [f"skipped checkpoint {path}: {reason}" for path, reason in run.rejected]
+    lines += [f"warning: accepted a change since the checkpoint: {text}" for text in run.accepted]
     lines += [
         f"warning: the checkpoint holds the state of callback {name}, which this run does not have"
         for name in run.unclaimed_states

@@ -236,6 +236,19 @@ def free_settings(checkpoint: Checkpoint | None) -> Sequence[str]:
     return OF_BEST if load_progress(checkpoint).best is None else ()
 
 
+def changes_best(checkpoint: Checkpoint, config: RunConfig) -> bool:
+    """Return whether another metric, or the other direction, now decides what is best."""
+    then = _saved_settings(checkpoint)
+    now = flat_settings(config.model_dump(mode="json"))
+    return any(now[name] != then.get(name) for name in OF_BEST)
+
+
+def _saved_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return a checkpoint's settings; one that is missing had its default value."""
+    defaults = flat_settings(RunConfig().model_dump(mode="json"))
+    return defaults | flat_settings(checkpoint.meta.get("config", {}))
+
+
 def changed_settings(
     checkpoint: Checkpoint | None,
     config: RunConfig,
@@ -245,14 +258,13 @@ def changed_settings(
 ) -> list[str]:
     """Return the changed settings that decide the result, as "name old -> new".
 
-    A setting that is missing in the checkpoint had its default value. The task's settings at or
-    below a name in `may_change` may change, and so may the run's settings in `free`.
+    The task's settings at or below a name in `may_change` may change, and so may the run's
+    settings in `free`.
     """
     if checkpoint is None or "config" not in checkpoint.meta:
         return []
     now = flat_settings(config.model_dump(mode="json"))
-    then = flat_settings(RunConfig().model_dump(mode="json"))
-    then |= flat_settings(checkpoint.meta["config"])
+    then = _saved_settings(checkpoint)
     binding = BINDING + (ROUNDING if config.exact else ())
     names = [name for name in now if is_among(name, binding) and name not in free]
     pairs = [(name, then.get(name), now[name]) for name in names]

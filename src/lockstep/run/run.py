@@ -4,8 +4,10 @@ Owns: the state of a run. Does not own: building it (`build.py`) or taking its s
 """
 
 import gc
+import json
 import platform
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from lockstep.checkpoint import (
 from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import Loader
-from lockstep.dist.agreement import together
+from lockstep.dist.agreement import call_together, naming, together
 from lockstep.dist.ddp import Averaging, replicate, unwrap
 from lockstep.dist.environment import launched
 from lockstep.dist.same_state import REGISTER, check_registered, check_same_optimizer
@@ -39,6 +41,7 @@ from lockstep.exact.reducer import ExactReducer
 from lockstep.plan import Contract
 from lockstep.run.average import Averages
 from lockstep.run.progress import Progress
+from lockstep.run.resume import changes_best
 from lockstep.run.saved_run import check_saved_run, load_progress
 from lockstep.step.train_step import TrainStep
 from lockstep.step.update import new_non_finite_flag
@@ -78,6 +81,11 @@ class Run:
     numerics: dict[str, str] = field(default_factory=dict)
     rate_factor: float | None = None
     """The last argument of `set_rate`."""
+    given_rates: list[float] = field(default_factory=list)
+    """The rate that `set_rate` gave each parameter group; empty before the first call."""
+    optimizer_as_built: list[dict[str, Any]] = field(default_factory=list)
+    """The settings of each parameter group as the task built or added it: a schedule may change
+    them later."""
     trained_at_start: list[str] = field(default_factory=list)
     """The trained parameters of the model as the task built it."""
     pending_optimizer: dict[str, Any] | None = None
@@ -85,6 +93,8 @@ class Run:
     callbacks: Callbacks = field(default_factory=Callbacks)
     unclaimed_states: list[str] = field(default_factory=list)
     """Callbacks that have a state in the checkpoint but are not in this run."""
+    accepted: list[str] = field(default_factory=list)
+    """The changes since the checkpoint that `accept_changes` has accepted."""
     logged: dict[str, tuple[Tensor | float, int]] = field(default_factory=dict)
     """Sum and number of the values that callbacks logged on this rank since the last log line."""
     stop_reason: str = ""
@@ -100,6 +110,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.trained = TrainedParameters(unwrap(self.model), self.optimizer)
+        self._note_groups()
 
     @property
     def agrees_on_memory(self) -> bool:
@@ -117,7 +128,12 @@ class Run:
 
     def log(self, name: str, value: Tensor | float) -> None:
         """Add a number to the next log line: the mean over calls since the last, on all ranks."""
-        number = value.detach() if isinstance(value, Tensor) else float(value)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ConfigError(
+                f"run.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}, not a number",
+                "pass its mean (value.mean()), or each number with a name of its own",
+            )
+        number = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
         total, num = self.logged.get(name, (0.0, 0))
         self.logged[name] = (total + number, num + 1)
 
@@ -134,10 +150,14 @@ class Run:
             "model": unwrap(self.model).state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "progress": self.progress.state(),
-            "task": self.task.state(),
+            "task": self.task_state(),
             **{f"average_{d}": self.averages.state(d) for d in self.config.averages},
             **({"scaler": self.scaler.state_dict()} if self.scaler else {}),
         }
+
+    def task_state(self) -> dict[str, Any]:
+        """Return the state of the task; an exception gets a note of its class."""
+        return naming(f"{type(self.task).__name__}.state", self.task.state)
 
     def meta(self, progress: Progress) -> dict[str, Any]:
         """Return the meta data of a checkpoint."""
@@ -151,6 +171,7 @@ class Run:
             "config": self.config.model_dump(mode="json"),
             "task": self.task.settings(),
             "data": self.fingerprints,
+            "optimizer_as_built": self.optimizer_as_built,
             "trained": self.trained.names,
             "trained_at_start": self.trained_at_start,
             "versions": versions(),
@@ -162,7 +183,7 @@ class Run:
         store = CheckpointStore(
             Path(self.config.output_dir) / "non_finite", keep_last=None, recipe=self.task.name
         )
-        parts = snapshot(self.parts(), self.world.is_first)
+        parts = snapshot(call_together(self.world, self.parts), self.world.is_first)
         if self.world.is_first:
             plan = self.contract.plan
             loader = self.loader
@@ -179,6 +200,9 @@ class Run:
         """Give every parameter group its base rate times `factor`.
 
         For a group added during the run, the base rate is the rate it was added with.
+
+        Raises:
+            ConfigError: a group no longer has the rate that the last call gave it.
         """
         groups = self.optimizer.param_groups
         if len(groups) < len(self.base_rates):
@@ -186,10 +210,33 @@ class Run:
                 f"the optimizer has {len(groups)} parameter groups and had {len(self.base_rates)}",
                 "keep the groups, and freeze parameters with requires_grad_(False)",
             )
-        self.base_rates += [group["lr"] for group in groups[len(self.base_rates) :]]
+        self._refuse_other_rate()
+        self._note_groups()
         for group, base in zip(groups, self.base_rates, strict=True):
             group["lr"] = base * factor
+        self.given_rates = [group["lr"] for group in groups]
         self.rate_factor = factor
+
+    def _refuse_other_rate(self) -> None:
+        """Refuse a rate that a callback or a scheduler has set, since it would be overridden."""
+        groups = self.optimizer.param_groups
+        for number, (group, given) in enumerate(zip(groups, self.given_rates, strict=False)):
+            rate = group["lr"]
+            if not isinstance(rate, Tensor) and rate != given:
+                error = ConfigError(
+                    f"the learning rate of parameter group {number} was set to {rate:g}, and the "
+                    f"run's schedule, which had set {given:g}, would override it",
+                    "set rate and schedule in the config, or write the loop with a Trainer and "
+                    "without run.set_rate (docs/own_loop.md)",
+                )
+                error.is_before_update = True
+                raise error
+
+    def _note_groups(self) -> None:
+        """Remember the rates and settings of parameter groups that are new."""
+        groups = self.optimizer.param_groups
+        self.base_rates += [group["lr"] for group in groups[len(self.base_rates) :]]
+        self.optimizer_as_built += map(_plain_settings, groups[len(self.optimizer_as_built) :])
 
     def replicate(self) -> None:
         """Replicate the model, or replicate it again, for the parameters that require a gradient.
@@ -262,11 +309,13 @@ class Run:
         pending = self.pending_optimizer
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        self.base_rates += rates[len(self.base_rates) :]
+        self._note_groups()
         if pending and len(groups) == len(pending["param_groups"]):
-            together(self.world, lambda: self._load_optimizer(pending))
+            assert self.resumed_from is not None
+            built = self.resumed_from.meta.get("optimizer_as_built")
+            together(self.world, lambda: self._load_optimizer(pending, built))
             self.pending_optimizer = None
-            for group, rate in zip(groups, rates, strict=True):
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         if self.rate_factor is not None:  # applies it to added groups, too
             self.set_rate(self.rate_factor)
@@ -298,6 +347,8 @@ class Run:
         if "callbacks" in checkpoint.parts:
             self.unclaimed_states = self.callbacks.load_state_dict(checkpoint.load("callbacks"))
         self.progress = load_progress(checkpoint)
+        if changes_best(checkpoint, self.config):
+            self.progress.best = None
         self.progress.consumed = self._consumed_now(checkpoint)
         self.loader.seek(self.progress.step, self.progress.consumed)
         self.resumed_from = checkpoint
@@ -325,8 +376,9 @@ class Run:
         if then is None or now == then or not named.keys() >= {*then, *at_start}:
             return  # another model is refused when its weights are loaded
         if now != at_start:  # the task now trains other parameters on purpose
+            changes = describe_changes(*name_changes(at_start, now))
+            self.accepted.append(f"trained parameters: {changes}")
             if not self.config.accept_changes:
-                changes = describe_changes(*name_changes(at_start, now))
                 raise ConfigError(
                     f"this model does not train the checkpoint's parameters: {changes}",
                     "train the same parameters, or pass accept_changes=true",
@@ -347,7 +399,9 @@ class Run:
 
     def _load_weights(self, checkpoint: Checkpoint) -> None:
         load_model_state(unwrap(self.model), checkpoint.load("model"))
-        self._load_optimizer(checkpoint.load("optimizer"))
+        built = checkpoint.meta.get("optimizer_as_built")
+        self._load_optimizer(checkpoint.load("optimizer"), built)
+        self.given_rates = []  # the checkpoint's are other ones
         for decay in self.config.averages:
             name = f"average_{decay}"
             saved = [p.partition("_")[2] for p in checkpoint.parts if p.startswith("average_")]
@@ -361,13 +415,17 @@ class Run:
         if self.scaler and "scaler" in checkpoint.parts:
             load_scaler(self.scaler, checkpoint.load("scaler"))
 
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        """Restore the optimizer's state; keep the new settings, or refuse changed ones."""
-        ignored = {"params", "lr", "initial_lr", *KERNELS}
-        settings = [
-            {name: value for name, value in group.items() if name not in ignored}
-            for group in self.optimizer.param_groups
-        ]
+    def _load_optimizer(
+        self, state: dict[str, Any], built: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Restore the optimizer's state; keep settings that are built differently, or refuse them.
+
+        Args:
+            state: The saved state of the optimizer.
+            built: The saved `optimizer_as_built`. Older checkpoints have none, so the settings at
+                the save are compared instead.
+        """
+        settings = [_settings(group) for group in self.optimizer.param_groups]
         try:
             load_optimizer(self.optimizer, fit_groups(self.optimizer, state))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -375,12 +433,20 @@ class Run:
                 f"the optimizer's saved state does not fit: {error}",
                 "use the same optimizer with the same parameter groups",
             ) from error
-        for group, wanted in zip(self.optimizer.param_groups, settings, strict=True):
-            changed = {n: value for n, value in wanted.items() if not _is_same(group.get(n), value)}
+        groups = self.optimizer.param_groups
+        then = map(_plain_settings, groups) if built is None else built
+        # A group that was added after the save has nothing to be compared with.
+        for group, wanted, old, new in zip(
+            groups, settings, then, self.optimizer_as_built, strict=False
+        ):
+            names = [name for name in new if old.get(name) != new[name]]
+            changed = {name: wanted[name] for name in names}
+            listed = ", ".join(f"{n} {old.get(n)} -> {new[n]}" for n in names)
+            if changed:
+                self.accepted.append(f"optimizer: {listed}")
             if changed and not self.config.accept_changes:
-                old = ", ".join(f"{n} {group.get(n)} -> {value}" for n, value in changed.items())
                 raise ConfigError(
-                    f"the checkpoint was trained with another optimizer: {old}",
+                    f"the checkpoint was trained with another optimizer: {listed}",
                     "restore the old settings, or pass accept_changes=true to use the new ones",
                 )
             if changed.keys() - group.keys():  # another kind of optimizer: its state does not fit
@@ -399,10 +465,19 @@ class Run:
         return epochs * plan.samples_per_epoch + whole
 
 
-def _is_same(saved: Any, built: Any) -> bool:
-    """Return whether two settings are equal; a tensor equals a number of the same value."""
-    plain = [v.tolist() if isinstance(v, Tensor) else v for v in (saved, built)]
-    return bool(plain[0] == plain[1])
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group that a checkpoint is compared by."""
+    ignored = {"params", "lr", "initial_lr", *KERNELS}
+    return {name: value for name, value in group.items() if name not in ignored}
+
+
+def _plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return them as JSON values, in which a tensor equals a number, and a tuple a list."""
+    text = json.dumps(
+        _settings(group), default=lambda v: v.tolist() if hasattr(v, "tolist") else str(type(v))
+    )
+    settings: dict[str, Any] = json.loads(text)
+    return settings
 
 
 def versions() -> dict[str, str]:

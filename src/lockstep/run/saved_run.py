@@ -72,6 +72,7 @@ class SavedMeta(BaseModel):
     numerics: dict[Text, str] = {}
     names: Annotated[list[Text], Field(max_length=MAX_NAMES)] = []
     metrics: dict[str, Any] = {}
+    optimizer_as_built: list[dict[str, Any]] | None = None
     trained: list[str] | None = None
     trained_at_start: list[str] = []
 

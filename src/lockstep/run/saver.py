@@ -13,7 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoint import BackgroundWriter, Share, Written, share_of, snapshot
-from lockstep.dist.agreement import SAME_STATE, is_same, state_difference, together
+from lockstep.dist.agreement import (
+    SAME_STATE,
+    call_together,
+    is_same,
+    state_difference,
+    together,
+)
 from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.fsdp import is_sharded
 from lockstep.dist.same_state import different_weights, weights_difference
@@ -79,7 +85,7 @@ class Saver:
         if difference:
             self._refuse_weights(difference)
             return
-        difference = state_difference(together(world, self.run.task.state), world)
+        difference = state_difference(call_together(world, self.run.task_state), world)
         self._save(metrics, is_best, replace)
         if difference:
             self._refuse_state(difference)
@@ -131,7 +137,8 @@ class Saver:
         shares = run.config.checkpoint.sharded and run.world.size > 1 and self._can_share()
         # Ranks' running statistics may differ, and a resume gives all of them the first rank's.
         sync_buffers(unwrap(run.model), run.world)
-        parts = together(run.world, lambda: self._copy(shares))
+        state = call_together(run.world, run.parts)
+        parts = together(run.world, lambda: self._copy(state, shares))
         # Written before the checkpoint exists: a resume from it must find this event.
         stall_s = time.monotonic() - began
         self.record.events.write("saving", step, path=path, stall_s=stall_s)
@@ -217,12 +224,11 @@ class Saver:
             names.append(f"checkpoint_step_{progress.step}.pt")
         return names
 
-    def _copy(self, shares: bool) -> Any:
+    def _copy(self, parts: Mapping[str, Any], shares: bool) -> Any:
         """Return a copy of what this rank writes: its share, or on the first rank everything."""
         world = self.run.world
         if not shares:
-            return snapshot(self.run.parts(), world.is_first, self._spare)
-        parts = self.run.parts()
+            return snapshot(parts, world.is_first, self._spare)
         of_first = {name: part for name, part in parts.items() if name in ("task", "callbacks")}
         share = share_of({**parts, **dict.fromkeys(of_first, {})}, world.rank, world.size)
         if world.is_first:

@@ -5,13 +5,14 @@ rows (`reduction.py`).
 """
 
 import functools
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.data.batch import MicroBatch
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, shown
 from lockstep.task import PartialLoss
 
 PARTS = "parts of the loss"
@@ -39,7 +40,8 @@ def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
     """Return the names of a loss's parts, which must be those of the micro-batch `before`.
 
     Raises:
-        ConfigError: the names differ, so rows cannot be added up; or `part` is not a loss.
+        ConfigError: the names differ, so rows cannot be added up; or `part` is not a loss, or one
+            of its numbers is not one.
     """
     loss: Any = getattr(part, "loss_sum", part)
     is_real = isinstance(loss, Tensor) and not loss.is_complex()
@@ -48,7 +50,35 @@ def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
         raise ConfigError(
             problem, "return a mean or a PartialLoss; if nothing counts, 0 * output.sum()"
         )
+    if not _is_number(part.weight):
+        raise ConfigError(
+            f"the weight of the loss is {shown(part.weight)}, not one number",
+            "return the number of units in loss_sum: weight=mask.sum()",
+        )
+    for name, pair in part.parts.items():
+        _check_part(name, pair)
     return same_names(sorted(part.parts), before, PARTS)
+
+
+def _check_part(name: Any, pair: Any) -> None:
+    if not isinstance(name, str) or name == "loss":
+        why = "as the loss itself is" if name == "loss" else "which is not a text"
+        raise ConfigError(
+            f"a part of the loss is named {shown(name)}, {why}",
+            "give the part another name: parts={'cross_entropy': (sum, weight)}",
+        )
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_number, pair))):
+        raise ConfigError(
+            f"part {name!r} of the loss is {shown(pair)}, not a pair of numbers",
+            "return (sum, weight) for each part: (error.sum(), error.numel())",
+        )
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is one real number, without waiting for the device."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
 
 
 def same_names(names: list[str], before: list[str] | None, kind: str) -> list[str]:
