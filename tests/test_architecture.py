@@ -487,7 +487,7 @@ import threading, warnings
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[2])
-import numpy, torch
+import numpy, sympy, torch  # torch imports sympy at times, which filters its own warnings
 
 # Neither fork hooks nor exit hooks can be listed. What other packages register is theirs.
 registered = []
