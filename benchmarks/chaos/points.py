@@ -251,8 +251,9 @@ class FaultCallback(Callback):
         self.armed = armed
 
     def configure(self, task: Any, config: RunConfig, world: Collectives) -> RunConfig:
-        """Listen to the phases, from the building of the run on."""
+        """Listen to the phases and collectives, from the building of the run on."""
         self.world = world
+        world.before_collective = self.before_collective
         world.phase.listeners.append(self.note_phase)
         return config
 
@@ -263,7 +264,6 @@ class FaultCallback(Callback):
         if run.world.is_first:
             rejected = [(path.name, reason) for path, reason in run.rejected]
             note(armed.folder, "goes_on", leg=armed.number, step=armed.step, rejected=rejected)
-        run.world.before_collective = self.before_collective
         unwrap(run.model).register_forward_pre_hook(lambda *_: armed.reach("forward"))
         unwrap(run.model).register_forward_hook(self.after_forward)
         run.optimizer.register_step_pre_hook(lambda *_: armed.reach("before_update"))

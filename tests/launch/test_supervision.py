@@ -101,9 +101,10 @@ def test_ranks_that_all_exit_with_0_inside_a_run_have_not_finished(
 def test_a_keyboard_interrupt_in_a_step_is_not_taken_for_a_save(
     tmp_path: Path, start: Start
 ) -> None:
-    launched = begin(start, tmp_path, "fifth_step", "all_interrupt")
+    """Steps 2 and 4 are saved, and step 5 is not."""
+    launched = begin(start, tmp_path, "sixth_step", "all_interrupt")
     assert launched.finish(40) == 5, launched.text
-    said = r"lockstep: rank [01] on .*, after step 4: NotSavedError: stopped by KeyboardInterrupt"
+    said = r"lockstep: rank [01] on .*, after step 5: NotSavedError: stopped by KeyboardInterrupt"
     assert len(re.findall(said, launched.text)) == 1, launched.text
     assert "Traceback" not in launched.text
 

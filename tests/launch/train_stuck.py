@@ -3,11 +3,11 @@
 python train_stuck.py FOLDER MOMENT ACT
 
 Moments, in the order a run meets them: import, enter, data, model, first_step, fifth_step,
-evaluation, save, finished, exit. Acts: stop (SIGSTOP), hold (wait in C with the interpreter lock
-held), exit (sys.exit(0)), leave (os._exit(0)), kill (SIGKILL), work (take a second). The rank that
-acts is the last, or the first for `work`; all act for all_exit (sys.exit()), all_vanish (exit in C
-code) and all_interrupt (KeyboardInterrupt). It leaves a file `acts` first, and
-before `stop` and `hold` it starts a process of its own.
+sixth_step, evaluation, save, finished, exit. Acts: stop (SIGSTOP), hold (wait in C with the
+interpreter lock held), exit (sys.exit(0)), leave (os._exit(0)), kill (SIGKILL), work (take a
+second). The rank that acts is the last, or the first for `work`; all act for all_exit (sys.exit()),
+all_vanish (exit in C code) and all_interrupt (KeyboardInterrupt). It leaves a file `acts` first,
+and before `stop` and `hold` it starts a process of its own.
 """
 
 import atexit
@@ -82,6 +82,8 @@ class Acting(TinyTask):
             act_at("first_step")
         elif context.step == 4:
             act_at("fifth_step")
+        elif context.step == 5:
+            act_at("sixth_step")
         return super().loss(model, batch, context)
 
     def state(self) -> dict[str, Any]:
