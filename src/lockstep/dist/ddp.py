@@ -174,7 +174,6 @@ class Replica(DistributedDataParallel):
             ConfigError: naming the parameters without a gradient.
         """
         if self.exchanges.has_sent_all:
-            self.pace.begin()
             return
         problem = "the loss called model.module directly, so DDP did not average its gradients"
         numbers = without_gradient(self)
