@@ -28,6 +28,7 @@ from lockstep.dist.agreement import (
     raise_together,
     state_difference,
 )
+from lockstep.dist.buffer_places import BufferChanges
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.fsdp import raise_if_out_of_reach
 from lockstep.dist.same_state import check_same_weights
@@ -140,8 +141,9 @@ class Trainer:
         self.events = self.record.events
         self.saver = Saver(run, self.record, stack)
         self.evaluator = Evaluator(run, self.events, lambda: signals.exit_code)
-        self.skipped_steps = SkippedSteps(run, self.events)
-        self.buffers = TrainingBuffers(unwrap(run.model), run.world)
+        self.buffer_changes = BufferChanges(unwrap(run.model))
+        self.skipped_steps = SkippedSteps(run, self.events, self.buffer_changes)
+        self.buffers = TrainingBuffers(self.buffer_changes, run.world)
         self.report: StepReport | None = None
         self.stopped_by = 0
         """The exit code of the signal that ended the steps early."""
@@ -198,11 +200,12 @@ class Trainer:
             assert isinstance(upcoming, StepBatch)
             self._repeats_step = False
             self._step_began = time.monotonic()
+            self.buffer_changes.begin_step()
             self.skipped_steps.buffers.keep(run.non_finite)
             self._call("on_step_start", upcoming)
             if run.callbacks.overrides("on_step_start"):  # which may have failed, half-way
                 self._agree(None)
-            self.buffers.begin_step()
+                self.buffer_changes.mark()  # what they wrote is theirs, not the step's
             yield upcoming
             if self._repeats_step:
                 batches = iter(run.loader)
@@ -278,7 +281,7 @@ class Trainer:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
         run = self.run
         before = self.run.progress.consumed
-        self.buffers.end_step()
+        self.buffer_changes.end_step()
         if self.report is None:
             self._check_first_step(report)
         self.report = report
