@@ -309,7 +309,8 @@ class FaultCallback(Callback):
 
 def watch_rendezvous(armed: Armed) -> None:
     """Strike between meeting the other ranks and joining their group."""
-    from lockstep.dist import process_group, world
+    from lockstep import world
+    from lockstep.dist import process_group
 
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     owner: Any = world if is_alone else process_group
