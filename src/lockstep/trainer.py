@@ -33,7 +33,6 @@ from lockstep.dist.ddp import unwrap
 from lockstep.dist.fsdp import raise_if_out_of_reach
 from lockstep.dist.same_state import check_same_weights
 from lockstep.dist.training_buffers import TrainingBuffers
-from lockstep.dist.world import World
 from lockstep.errors import (
     SPEAK_FIRST_S,
     CheckpointError,
@@ -46,12 +45,12 @@ from lockstep.errors import (
     own_exit_code,
 )
 from lockstep.exact.determinism import raise_if_not_deterministic
+from lockstep.result import RunResult
 from lockstep.run.build import prepare
 from lockstep.run.early_exit import refuse_early_exit
 from lockstep.run.evaluator import Evaluator
 from lockstep.run.halving import halve
 from lockstep.run.record import Record
-from lockstep.run.result import RunResult
 from lockstep.run.run import Run
 from lockstep.run.saver import Saver
 from lockstep.run.skipped_steps import SkippedSteps, is_finite
@@ -64,6 +63,7 @@ from lockstep.signals import (
 )
 from lockstep.step.report import StepReport
 from lockstep.task import Task
+from lockstep.world import World
 
 SAME_SETTINGS = "set the same run.config and run.held_out on every rank"
 ERROR_TIMEOUT_S = 10.0
