@@ -556,8 +556,8 @@ def flag_cases(seed: int, count: int, folder: Path) -> Cases:
 
 def environment_cases(seed: int, count: int, folder: Path) -> Cases:
     """Hand launch variables to all that read them."""
-    from lockstep.dist import world as runtime
     from lockstep.dist.detect import detect_launch
+    from lockstep.dist.environment import group_timeout_s
     from lockstep.doctor import grace, machine, network
     from lockstep.doctor.command import read_command
     from lockstep.doctor.report import as_json, as_lines
@@ -572,7 +572,7 @@ def environment_cases(seed: int, count: int, folder: Path) -> Cases:
     def timeout(env: dict[str, str]) -> None:
         os.environ["NCCL_TIMEOUT"] = env["NCCL_TIMEOUT"]
         try:
-            assert 0 < runtime.group_timeout_s(1800) <= 1e8
+            assert 0 < group_timeout_s(1800) <= 1e8
         finally:
             del os.environ["NCCL_TIMEOUT"]
 

@@ -16,8 +16,8 @@ import torch
 
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.order import Leaf
-from lockstep.dist.world import World
 from lockstep.step.train_step import train_step
+from lockstep.world import World
 from lockstep_recipes.ctclip.config import CTClipConfig
 from lockstep_recipes.ctclip.task import CTClipTask
 from lockstep_recipes.ctclip.text import NUM_SPECIAL, Vocabulary

@@ -283,6 +283,116 @@ def test_the_cycle_guard_can_fail(tmp_path: Path) -> None:
     assert in_cycles(import_graph(package)) == circle
 
 
+# --- The order of the core's packages ---------------------------------------------
+
+# What each package of the core, and each file of the top folder, imports at module level. A line
+# imports from lines above it. The one exception: `errors` knows one text of torch's errors, from
+# torch_compat/error_texts.py, which imports nothing.
+ORDER = {
+    "__init__": "",
+    "errors": "torch_compat",
+    "torch_compat": "errors",
+    "contents": "",
+    "nested": "",
+    "parent": "",
+    "phases": "",
+    "randomness": "",
+    "result": "",
+    "schedule": "",
+    "plan": "errors",
+    "run_files": "errors",
+    "text_input": "errors",
+    "yaml_input": "errors",
+    "parse": "errors yaml_input",
+    "dist": "contents errors plan text_input torch_compat",
+    "signals": "dist errors",
+    "callback": "dist errors",
+    "observe": "errors run_files",
+    "checkpoint": "dist errors nested run_files",
+    "data": "contents dist errors nested parent plan randomness signals torch_compat",
+    "config": "data dist errors observe parse plan schedule",
+    "exact": "config data dist errors torch_compat",
+    "task": "data dist errors exact plan randomness",
+    "step": "data dist errors exact randomness task torch_compat",
+    "custom_loop": "callback data dist result step",
+    "world": "callback custom_loop dist errors phases",
+    "run": "callback checkpoint config data dist errors exact observe plan randomness run_files "
+    "schedule step task torch_compat world",
+    "trainer": "callback config data dist errors exact result run schedule signals step task world",
+}
+
+
+def imports_of_packages(files: Iterable[Path], src: Path = SRC) -> dict[str, set[str]]:
+    """Return what each package of lockstep imports from others at module level.
+
+    A file of the top folder counts as a package. Imports for types alone do not count.
+    """
+    found: dict[str, set[str]] = {}
+    for file in files:
+        tree = ast.parse(file.read_text())
+        tree.body = [
+            node
+            for node in tree.body
+            if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        ]
+        folder, own, *_ = file.relative_to(src).with_suffix("").parts
+        above = ".".join(file.relative_to(src).parent.parts)
+        names = imported_names(ast.unparse(tree), above, at_import=True)
+        others = {name.split(".")[1] for name in names if name.startswith(f"{folder}.")}
+        found.setdefault(own, set()).update(others - {own})
+    return found
+
+
+def test_each_package_of_the_core_imports_what_the_table_says() -> None:
+    table = {name: set(others.split()) for name, others in ORDER.items()}
+    assert imports_of_packages(core_files()) == table
+
+
+def test_the_table_is_an_order() -> None:
+    names = list(ORDER)
+    pairs = [(name, other) for name, others in ORDER.items() for other in others.split()]
+    upward = [pair for pair in pairs if names.index(pair[1]) >= names.index(pair[0])]
+    assert upward == [("errors", "torch_compat")]
+
+
+def test_the_guard_of_the_order_can_fail(tmp_path: Path) -> None:
+    """Planted: `dist` imports `data`, absolutely, relatively and inside a class; twice it may."""
+    package = tmp_path / "lockstep" / "dist"
+    package.mkdir(parents=True)
+    allowed = (
+        "if TYPE_CHECKING:\n    from lockstep.data import a\ndef late():\n    import lockstep.run"
+    )
+    files = [package / "one.py", package / "two.py"]
+    for planted in [
+        "from lockstep.data.order import share",
+        "import lockstep.data.order",
+        "from ..data import order",
+        "class A:\n    from lockstep import data",
+        "if True:\n    from lockstep import data",
+    ]:
+        files[0].write_text(f"from lockstep.errors import x\n{allowed}")
+        files[1].write_text(f"from lockstep.dist import one\n{planted}")
+        assert imports_of_packages(files, tmp_path) == {"dist": {"errors", "data"}}
+
+
+# --- Every file of the core says what it owns --------------------------------------
+
+
+def says_what_it_owns(source: str) -> bool:
+    words = " ".join((ast.get_docstring(ast.parse(source)) or "").split())
+    return "Owns: " in words and "Does not own: " in words
+
+
+@each(f for f in core_files() if f.name != "__init__.py")
+def test_each_file_of_the_core_says_what_it_owns_and_what_not(file: Path) -> None:
+    assert says_what_it_owns(file.read_text())
+
+
+@pytest.mark.parametrize("planted", ["", '"""A file."""', '"""A file.\n\nOwns: all of it.\n"""'])
+def test_the_guard_of_what_a_file_owns_can_fail(planted: str) -> None:
+    assert not says_what_it_owns(planted)
+
+
 # --- Nobody replaces what belongs to another module -----------------------------
 
 # Python and torch have these set from outside.

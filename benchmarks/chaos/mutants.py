@@ -118,7 +118,6 @@ def library_adds() -> None:
     def exchange(leaves, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations
         own = exact.Bucket.of(bucket)
         leaves._buckets.append(own)
-        leaves.num_sent += 1
         total = own.buffer.clone() if leaves._last else torch.zeros_like(own.buffer)
         for _, value in leaves._tree.nodes:
             total += own.laid_out(dict(zip(map(id, leaves._trained), value, strict=True)))

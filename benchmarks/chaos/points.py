@@ -25,8 +25,8 @@ from chaos.notes import append, claim, note
 from chaos.schedule import ASKED, SAVE_POINTS, Fault, Leg
 from lockstep import Callback, RunConfig, StepReport, unwrap
 from lockstep.data.batch import StepBatch
-from lockstep.dist.collectives import Collectives
 from lockstep.phases import Phase
+from lockstep.world import World
 
 LAUNCHER = "CHAOS_LAUNCHER"
 """Names the process that launches, in the environment of all it starts."""
@@ -250,7 +250,7 @@ class FaultCallback(Callback):
     def __init__(self, armed: Armed) -> None:
         self.armed = armed
 
-    def configure(self, task: Any, config: RunConfig, world: Collectives) -> RunConfig:
+    def configure(self, task: Any, config: RunConfig, world: World) -> RunConfig:
         """Listen to the phases and collectives, from the building of the run on."""
         self.world = world
         world.before_collective = self.before_collective
@@ -309,7 +309,8 @@ class FaultCallback(Callback):
 
 def watch_rendezvous(armed: Armed) -> None:
     """Strike between meeting the other ranks and joining their group."""
-    from lockstep.dist import process_group, world
+    from lockstep import world
+    from lockstep.dist import process_group
 
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     owner: Any = world if is_alone else process_group

@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from lockstep.dist.ddp import Averaging as Averaging
     from lockstep.dist.ddp import unwrap as unwrap
     from lockstep.dist.fsdp import shard as shard
-    from lockstep.dist.world import World as World
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.observe.events import read_events as read_events
     from lockstep.plan import BatchConfig as BatchConfig
+    from lockstep.result import RunResult as RunResult
     from lockstep.run.build import prepare as prepare
-    from lockstep.run.result import RunResult as RunResult
     from lockstep.signals import StopSignals as StopSignals
     from lockstep.step.report import StepReport as StepReport
     from lockstep.step.train_step import train_step as train_step
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from lockstep.task import Task as Task
     from lockstep.trainer import Trainer as Trainer
     from lockstep.trainer import fit as fit
+    from lockstep.world import World as World
 
 __version__ = "0.1.0"
 
@@ -43,12 +43,12 @@ _HOMES = {
     "LockstepError": "lockstep.errors",
     "PartialLoss": "lockstep.task",
     "RunConfig": "lockstep.config",
-    "RunResult": "lockstep.run.result",
+    "RunResult": "lockstep.result",
     "StepReport": "lockstep.step.report",
     "StopSignals": "lockstep.signals",
     "Task": "lockstep.task",
     "Trainer": "lockstep.trainer",
-    "World": "lockstep.dist.world",
+    "World": "lockstep.world",
     "file_fingerprints": "lockstep.data.fingerprint",
     "fit": "lockstep.trainer",
     "plan_for": "lockstep.data.loader",

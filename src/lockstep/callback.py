@@ -25,7 +25,6 @@ from lockstep.errors import ConfigError, shown
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
     from lockstep.data.batch import StepBatch
-    from lockstep.dist.collectives import Collectives
     from lockstep.step.report import StepReport
 
 SAME_CALLBACKS = (
@@ -78,8 +77,8 @@ class Callback:
     """Whether its methods call collectives of `run.world`. If so, the ranks vote after each of
     them, so that an error on one rank cannot leave the others waiting in a collective."""
 
-    def configure(self, task: Any, config: "RunConfig", world: "Collectives") -> "RunConfig":
-        """Return the settings to run with, before anything is built."""
+    def configure(self, task: Any, config: "RunConfig", world: Any) -> "RunConfig":
+        """Return the settings to run with, before anything is built; `world` is the `World`."""
         return config
 
     def on_run_start(self, run: RunView) -> None:
@@ -158,7 +157,7 @@ class Callbacks(Sequence[Callback]):
                 error.add_note(f"in callback {name}.{method}")
                 self.error = self.error or error
 
-    def configure(self, task: Any, config: "RunConfig", world: "Collectives") -> "RunConfig":
+    def configure(self, task: Any, config: "RunConfig", world: Any) -> "RunConfig":
         """Pass the settings through each callback's `configure` in turn and return the result."""
         kind = type(config)
         for name, callback in self.named():

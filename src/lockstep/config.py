@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from lockstep.data.loader import LoaderConfig
+from lockstep.data.workers import LoaderConfig
 from lockstep.dist.ddp import GradientConfig
 from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.errors import ConfigError, own_exit_code, shown

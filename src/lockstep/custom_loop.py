@@ -16,7 +16,7 @@ from lockstep.callback import Callbacks
 from lockstep.data.batch import StepBatch
 from lockstep.dist.agreement import first_of_ranks, raise_together
 from lockstep.dist.collectives import Collectives
-from lockstep.run.result import RunResult
+from lockstep.result import RunResult
 from lockstep.step.report import StepReport
 
 _log = logging.getLogger("lockstep")

@@ -15,6 +15,9 @@ LockstepError
 └── FolderInUseError   another live run writes into the folder
 
 StopRequested stands apart: it is no error, and carries a stop to every rank.
+
+Owns: the classes, the wording of their messages, and their exit codes. Does not own: raising them
+on every rank (`dist/agreement.py`).
 """
 
 import difflib

@@ -1,7 +1,7 @@
 """Tensors in nested dicts, lists, tuples and named tuples: batches, samples and states.
 
 Owns: walking such a tree. Does not own: trees of checkpoints, which hold plain values too and
-refuse anything else (`checkpoint/state.py`), or hashing a sample (`data/contents.py`).
+refuse anything else (`checkpoint/state.py`), or hashing a sample (`contents.py`).
 """
 
 import copy

@@ -1,8 +1,9 @@
 """The batch and learning-rate contract: samples per step, and the learning rate.
 
 Owns: the arithmetic of micro-batch x accumulation x ranks, steps per epoch, dropped samples,
-and the scaling rules. All functions are pure: `lockstep plan` prints the same numbers before a
-run as the run prints at its start and stores in its checkpoints.
+and the scaling rules. Does not own: which samples are in a step (`data/order.py`). All functions
+are pure: `lockstep plan` prints the same numbers before a run as the run prints at its start and
+stores in its checkpoints.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Named random streams, derived from their place in the run.
 
-Owns: turning (seed, stream, step, place, ...) into numbers. Does not own any state: a
+Owns: turning (seed, stream, step, place, ...) into numbers. Does not own: any state. A
 stream is derived again whenever it is needed, so there is nothing to save, a resumed run
 repeats it, and it does not depend on the number of ranks.
 """

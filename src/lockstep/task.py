@@ -22,7 +22,7 @@ from lockstep.plan import Contract, SplitChange
 from lockstep.randomness import keyed_generator
 
 if TYPE_CHECKING:
-    from lockstep.dist.world import World
+    from lockstep.world import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.dist.detect import Launch
-from lockstep.dist.world import World
 from lockstep.harness.forked import run_ranks as run_ranks
 from lockstep.harness.ranks import free_port as free_port
 from lockstep.task import Context, PartialLoss, Task
+from lockstep.world import World
 
 
 class FakeWorld(World):

@@ -28,11 +28,11 @@ from lockstep.dist.agreement import (
     raise_together,
     state_difference,
 )
+from lockstep.dist.buffer_places import BufferChanges
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.fsdp import raise_if_out_of_reach
 from lockstep.dist.same_state import check_same_weights
 from lockstep.dist.training_buffers import TrainingBuffers
-from lockstep.dist.world import World
 from lockstep.errors import (
     SPEAK_FIRST_S,
     CheckpointError,
@@ -45,12 +45,12 @@ from lockstep.errors import (
     own_exit_code,
 )
 from lockstep.exact.determinism import raise_if_not_deterministic
+from lockstep.result import RunResult
 from lockstep.run.build import prepare
 from lockstep.run.early_exit import refuse_early_exit
 from lockstep.run.evaluator import Evaluator
 from lockstep.run.halving import halve
 from lockstep.run.record import Record
-from lockstep.run.result import RunResult
 from lockstep.run.run import Run
 from lockstep.run.saver import Saver
 from lockstep.run.skipped_steps import SkippedSteps, is_finite
@@ -63,6 +63,7 @@ from lockstep.signals import (
 )
 from lockstep.step.report import StepReport
 from lockstep.task import Task
+from lockstep.world import World
 
 SAME_SETTINGS = "set the same run.config and run.held_out on every rank"
 Upcoming = StepBatch | LockstepError | None
@@ -145,8 +146,9 @@ class Trainer:
         self.events = self.record.events
         self.saver = Saver(run, self.record, stack)
         self.evaluator = Evaluator(run, self.events, lambda: signals.exit_code)
-        self.skipped_steps = SkippedSteps(run, self.events)
-        self.buffers = TrainingBuffers(unwrap(run.model), run.world)
+        self.buffer_changes = BufferChanges(unwrap(run.model))
+        self.skipped_steps = SkippedSteps(run, self.events, self.buffer_changes)
+        self.buffers = TrainingBuffers(self.buffer_changes, run.world)
         self.report: StepReport | None = None
         self.stopped_by = 0
         """The exit code of the signal that ended the steps early."""
@@ -216,11 +218,12 @@ class Trainer:
             self._has_read_ahead = False
             self._agrees_next = True
             self._step_began = time.monotonic()
+            self.buffer_changes.begin_step()
             self.skipped_steps.buffers.keep(run.non_finite)
             self._call("on_step_start", batch)
             if run.callbacks.overrides("on_step_start"):  # which may have failed, half-way
                 self._agree(None)
-            self.buffers.begin_step()
+                self.buffer_changes.mark()  # what they wrote is theirs, not the step's
             yield batch
             if self._repeats_step:
                 self._read_from_here()
@@ -293,7 +296,7 @@ class Trainer:
         Returns:
             Whether this rank has something that all must agree on before the next step.
         """
-        self.buffers.end_step()
+        self.buffer_changes.end_step()
         if not self._has_read_ahead:  # a step that is repeated has read it
             self._upcoming = self._fetch()
             self._has_read_ahead = True
@@ -322,7 +325,7 @@ class Trainer:
         run = self.run
         before = self.run.progress.consumed
         if not self._has_read_ahead:
-            self.buffers.end_step()
+            self.buffer_changes.end_step()
         if self.report is None:
             self._check_first_step(report)
         self.report = report

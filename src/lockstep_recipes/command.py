@@ -17,7 +17,7 @@ from lockstep.config import RunConfig
 from lockstep.dist.environment import launched_rank, leave_process
 from lockstep.errors import SPEAK_FIRST_S, ConfigError, LockstepError, closest, plain, shown
 from lockstep.parse import Model, parse_model
-from lockstep.run.result import RunResult
+from lockstep.result import RunResult
 from lockstep.task import Task
 from lockstep.text_input import whole_number
 from lockstep.trainer import fit

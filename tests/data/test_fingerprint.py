@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.contents import contents_of, same_contents
 from lockstep.data import fingerprint
-from lockstep.data.contents import contents_of, same_contents
 from lockstep.data.fingerprint import differences, file_fingerprints, take_fingerprint
 
 

@@ -14,8 +14,8 @@ from torch.utils.data import Subset
 from lockstep import Loader
 from lockstep.data.batch import StepBatch
 from lockstep.data.held_out import read_held_out
-from lockstep.data.loader import LoaderConfig
 from lockstep.data.order import Ids, Sequential, Shuffled, consumed_after
+from lockstep.data.workers import LoaderConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.plan import BatchConfig, plan_batches
 from lockstep.randomness import seed_all, untouched
@@ -494,3 +494,24 @@ def test_a_state_of_an_earlier_version_says_nothing_of_the_data() -> None:
     state = state_after_two_steps(list(range(8)))
     del state["data"]
     assert len(list(resumed([*range(7), 70], state))) == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "rank", "is_in_run", "told"),
+    [("1", 0, False, True), ("1", 1, False, False), ("1", 0, True, False), ("0", 0, False, False)],
+)
+def test_a_rehearsal_in_a_custom_loop_is_logged_once_by_the_first_rank(
+    variable: str,
+    rank: int,
+    is_in_run: bool,
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_REHEARSAL", variable)
+    world = FakeWorld(rank, 2)
+    world.is_in_run = is_in_run
+    for _ in range(2):  # one to train, one to validate
+        Loader(range(800), world, batch_size=2, epochs=90)
+    line = "rehearsal: the loop ends after 4 steps, because LOCKSTEP_REHEARSAL=1 is set"
+    assert caplog.messages == ([line] if told else [])

@@ -27,7 +27,7 @@ from torch.utils.data._utils import signal_handling
 from lockstep.data import workers
 from lockstep.data.batch import MicroBatch
 from lockstep.data.held_out import read_held_out
-from lockstep.data.loader import LoaderConfig
+from lockstep.data.workers import LoaderConfig
 from lockstep.errors import DataError
 from lockstep.testing import FakeWorld
 

@@ -1,5 +1,6 @@
 """Buffers of a model: what training or an evaluation reads is the first rank's on every rank."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import (
+    Callback,
     CheckpointStore,
     Context,
     Loader,
@@ -17,6 +19,7 @@ from lockstep import (
     fit,
     train_step,
 )
+from lockstep.dist.buffer_places import BufferChanges
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.same_state import checksums
 from lockstep.dist.training_buffers import TrainingBuffers
@@ -161,7 +164,12 @@ class CentredTask(TinyTask):
 
 
 def fit_centred(
-    folder: Path, task: CentredTask, max_steps: int, every_steps: int, sharded: bool = False
+    folder: Path,
+    task: CentredTask,
+    max_steps: int,
+    every_steps: int,
+    sharded: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> Any:
     config = {
         "output_dir": str(folder),
@@ -173,7 +181,7 @@ def fit_centred(
         "device": "cpu",
         "timeout_s": 60,
     }
-    fit(task, RunConfig.parse(config))
+    fit(task, RunConfig.parse(config), callbacks)
     state = task.model.state_dict()
     return {n: v.tolist() for n, v in state.items() if not n.startswith("norm.running")}
 
@@ -204,12 +212,42 @@ def test_a_buffer_that_changes_later_is_synchronised_from_then_on(tmp_path: Path
 
 def test_running_statistics_and_constants_are_not_synchronised_at_every_step() -> None:
     model = Centred(assigns=False, from_call=2)
-    buffers = TrainingBuffers(model, FakeWorld(size=2))
+    changes = BufferChanges(model)
+    buffers = TrainingBuffers(changes, FakeWorld(size=2))
     for news in (False, True):
-        buffers.begin_step()
+        changes.begin_step()
         model(torch.randn(4, 5))
-        buffers.end_step()
+        changes.end_step()
         assert buffers.has_news is news
+
+
+def test_a_buffer_in_a_module_that_a_step_has_assigned_is_synchronised_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.ModuleDict({"old": Centred(assigns=False, from_call=1)})
+    changes = BufferChanges(model)
+    buffers = TrainingBuffers(changes, FakeWorld(size=2))
+    sent: list[Tensor] = []
+    monkeypatch.setattr(
+        "lockstep.dist.training_buffers.all_tensors_from_first",
+        lambda tensors, world: sent.extend(tensors),
+    )
+
+    def step(name: str) -> None:
+        changes.begin_step()
+        model[name](torch.randn(4, 5))
+        changes.end_step()
+        sent.clear()
+        if buffers.has_news:
+            buffers.agree()
+        buffers.synchronise()
+
+    step("old")
+    assert sent == [model["old"].centre]
+    del model["old"]
+    model["new"] = Centred(assigns=False, from_call=1)
+    step("new")
+    assert sent == [model["new"].centre]
 
 
 class Cached(CentredTask):
@@ -248,6 +286,31 @@ def test_a_buffer_of_another_shape_on_each_rank_is_saved_from_the_first(
     assert len(saved.load("model")["cache"]) == 4
     resumed = run_ranks(2, fit_centred, tmp_path, task, 4, 99, sharded)
     assert [len(rank["cache"]) for rank in resumed] == [5, 6]
+
+
+class Rescaling(Callback):
+    """Writes another number on each rank before each step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_step_start(self, run: Any, batch: Any) -> None:
+        unwrap(run.model).constant.fill_(run.world.rank + batch.step)
+
+    def on_step_end(self, run: Any, batch: Any, report: Any) -> None:
+        self.found.append(unwrap(run.model).constant[0].item())
+
+
+def rescaled(folder: Path) -> list[float]:
+    callback = Rescaling()
+    fit_centred(folder, CentredTask(assigns=False), 3, 99, callbacks=[callback])
+    return callback.found
+
+
+def test_a_buffer_that_a_callback_writes_before_each_step_stays_each_ranks_own(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(2, rescaled, tmp_path) == [[0, 1, 2], [1, 2, 3]]
 
 
 # --- Buffers of another size on each rank ---------------------------------------------------------
@@ -341,11 +404,12 @@ def test_a_rare_write_through_data_is_noticed_after_a_power_of_two_of_steps(
 ) -> None:
     model = Hidden(assigns=False, from_call=1)
     model.every = every
-    buffers = TrainingBuffers(model, FakeWorld(size=2))
+    changes = BufferChanges(model)
+    buffers = TrainingBuffers(changes, FakeWorld(size=2))
     for step in range(1, 20):
-        buffers.begin_step()
+        changes.begin_step()
         model(torch.randn(4, 5))
-        buffers.end_step()
+        changes.end_step()
         assert buffers.has_news is (step >= noticed_after), step
 
 
@@ -353,7 +417,7 @@ def test_contents_are_compared_after_powers_of_two_of_steps_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Centred(assigns=False, from_call=99)
-    buffers = TrainingBuffers(model, FakeWorld(size=2))
+    changes = BufferChanges(model)
     calls: list[Any] = []
 
     def note(named: Any) -> Any:
@@ -364,11 +428,33 @@ def test_contents_are_compared_after_powers_of_two_of_steps_only(
     compared = []
     for step in range(1, 40):
         calls.clear()
-        buffers.begin_step()
-        buffers.end_step()
+        changes.begin_step()
+        changes.end_step()
         if calls:
             compared.append(step)
     assert compared == [1, 2, 4, 8, 16, 32]
+
+
+def num_comparisons(folder: Path, task: CentredTask) -> int:
+    calls: list[Any] = []
+
+    def note(named: Any) -> Any:
+        calls.append(named)
+        return checksums(named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("lockstep.dist.buffer_places.checksums", note)
+        fit_centred(folder, task, 6, 100)
+    return len(calls)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_compares_contents_once_before_the_first_step_and_once_after_1_2_4(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    """Each comparison waits for the device."""
+    counts = run_ranks(num_ranks, num_comparisons, tmp_path, CentredTask(assigns=False))
+    assert counts == [4] * num_ranks
 
 
 # --- Running statistics that training reads -------------------------------------------------------

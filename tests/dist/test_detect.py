@@ -8,8 +8,8 @@ import torch
 
 from lockstep.dist.detect import Launch, _first_host, check_size, detect_launch
 from lockstep.dist.environment import group_timeout_s, launched_rank
-from lockstep.dist.world import choose_device
 from lockstep.errors import LaunchError
+from lockstep.world import choose_device
 
 MEETING = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29400"}
 BY_HAND = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MEETING}

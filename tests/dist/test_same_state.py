@@ -13,10 +13,10 @@ from lockstep import CheckpointStore, Loader, PartialLoss, RunConfig, fit, train
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.environment import launched_rank
 from lockstep.dist.same_state import checksum
-from lockstep.dist.world import World
 from lockstep.errors import LockstepError
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
+from lockstep.world import World
 
 
 def told(action: Callable[[], Any]) -> Any:

@@ -10,7 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from lockstep.dist.world import World
+from lockstep.world import World
 
 _kept: list[object] = []
 

@@ -127,7 +127,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others_to_leave_the_group(
 ) -> None:
     (tmp_path / "script.py").write_text(
         "import atexit, sys\nimport torch.distributed as dist\nfrom pathlib import Path\n"
-        "from lockstep.dist.world import World\n"
+        "from lockstep.world import World\n"
         "def note():\n"
         "    if world.rank == 1:\n"
         "        Path(sys.argv[1]).write_text(str(not dist.is_initialized()))\n"

@@ -15,9 +15,9 @@ from meet import meet
 from processes import BIN, HERE, LAUNCH, Fork, Start
 
 from lockstep.dist.environment import group_timeout_s
-from lockstep.dist.world import World
 from lockstep.errors import LaunchError
 from lockstep.testing import free_port
+from lockstep.world import World
 
 MEET = HERE / "meet.py"
 SLURM = {

@@ -13,7 +13,6 @@ from whole_run import NUM_SAMPLES, config_for, events, run, store, verdicts, wei
 
 from lockstep import CheckpointStore, PartialLoss, fit, read_events
 from lockstep.dist.agreement import together
-from lockstep.dist.world import World
 from lockstep.errors import (
     CheckpointError,
     DataError,
@@ -21,6 +20,7 @@ from lockstep.errors import (
 )
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
+from lockstep.world import World
 
 
 class Holed:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from lockstep import PartialLoss, World
-from lockstep.data.loader import LoaderConfig
+from lockstep.data.workers import LoaderConfig
 from lockstep.randomness import seed_all
 from lockstep.run.evaluation import evaluate, evaluating
 from lockstep.task import Context

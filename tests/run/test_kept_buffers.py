@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import CheckpointStore, Context, PartialLoss, RunConfig, fit
+from lockstep.dist.buffer_places import BufferChanges
 from lockstep.errors import ConfigError
 from lockstep.run.kept_buffers import KeptBuffers
 from lockstep.testing import TinyTask, run_ranks
@@ -105,8 +106,10 @@ def test_a_dropped_step_leaves_no_trace_in_a_buffer_that_changed_late(
 
 def test_also_if_the_first_write_through_data_is_in_the_dropped_step() -> None:
     model = Several()
-    kept = KeptBuffers(model)
+    changes = BufferChanges(model)
+    kept = KeptBuffers(changes)
     before = values(model)
+    changes.begin_step()
     kept.keep(None)
     model.get_buffer("a").data += 1
     kept.restore()
@@ -135,13 +138,16 @@ def values(model: nn.Module) -> list[Any]:
 def test_steps_after_one_that_the_gpu_has_dropped_change_no_copy() -> None:
     """The host learns of it later, and restores what was before the first of them."""
     model, flag = Several(), torch.zeros(())
-    kept = KeptBuffers(model)
+    changes = BufferChanges(model)
+    kept = KeptBuffers(changes)
 
     def step(*names: str) -> None:
+        changes.begin_step()
         kept.keep(flag)
         model.norm(torch.randn(8, 3))
         for name in names:
             model.get_buffer(name).add_(1)
+        changes.end_step()
 
     step()
     step("a")
@@ -164,7 +170,8 @@ def test_only_buffers_that_steps_change_are_copied_before_each_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Several()
-    kept = KeptBuffers(model)
+    changes = BufferChanges(model)
+    kept = KeptBuffers(changes)
     copied: list[int] = []
     cat = torch.cat
 
@@ -175,6 +182,7 @@ def test_only_buffers_that_steps_change_are_copied_before_each_step(
     monkeypatch.setattr(torch, "cat", note)
     for names, expected in (("", [3, 3, 1]), ("b", [3, 3, 1]), ("", [3, 3, 3, 1])):
         copied.clear()
+        changes.begin_step()
         kept.keep(None)
         assert sorted(copied) == sorted(expected)
         for name in names:
@@ -185,10 +193,12 @@ def test_without_a_counter_of_writes_every_buffer_is_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Several()
-    kept = KeptBuffers(model)
+    changes = BufferChanges(model)
+    kept = KeptBuffers(changes)
     monkeypatch.setattr("lockstep.dist.buffer_places.num_writes", lambda tensor: -1)
     before = values(model)
     for _ in range(3):
+        changes.begin_step()
         kept.keep(None)
         model.get_buffer("whole").add_(1)
         kept.restore()

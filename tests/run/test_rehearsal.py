@@ -1,9 +1,12 @@
 """What LOCKSTEP_REHEARSAL=1 makes of a config."""
 
+from pathlib import Path
+
 import pytest
 
-from lockstep import RunConfig
+from lockstep import RunConfig, fit
 from lockstep.run.rehearsal import rehearsed
+from lockstep.testing import TinyTask
 
 
 def test_outside_a_rehearsal_a_config_is_left_alone() -> None:
@@ -36,3 +39,20 @@ def test_a_rehearsed_config_keeps_batch_and_rate_and_leaves_the_folder(
     assert rehearsed(small.model_copy(update={"loader": patient})) == small, "a recipe's own, too"
     named_so = rehearsed(asked.model_copy(update={"output_dir": "rehearsal"}))
     assert (named_so.output_dir, named_so.max_steps) == ("rehearsal/rehearsal", 4), "a real run's"
+
+
+@pytest.mark.parametrize("variable", ["1", "0"])
+def test_a_run_says_in_its_banner_that_it_is_a_rehearsal(
+    variable: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_REHEARSAL", variable)
+    fit(TinyTask(), RunConfig(output_dir=str(tmp_path), max_steps=9, device="cpu"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "REHEARSAL" in line]
+    line = (
+        f"rehearsal: the run ends after 4 steps, in {tmp_path}/rehearsal, "
+        "because LOCKSTEP_REHEARSAL=1 is set"
+    )
+    assert lines == ([line] if variable == "1" else [])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import CheckpointStore, PartialLoss, RunConfig, World, fit, read_events, signals
-from lockstep.data.loader import LoaderConfig
+from lockstep.data.workers import LoaderConfig
 from lockstep.errors import CheckpointError, DataError, LockstepError, StopRequested
 from lockstep.run.evaluation import evaluate
 from lockstep.task import Context

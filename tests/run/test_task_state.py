@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lockstep import CheckpointStore, PartialLoss, RunConfig, fit, read_events
 from lockstep.data.order import Shuffled
 from lockstep.dist.agreement import state_difference
-from lockstep.dist.world import World
 from lockstep.errors import LockstepError
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
+from lockstep.world import World
 
 
 class Counting(TinyTask):

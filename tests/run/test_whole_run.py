@@ -10,12 +10,12 @@ import torch
 from whole_run import NUM_SAMPLES, TIMES, config_for, events, run, verdicts, weights
 
 from lockstep import fit, read_events
-from lockstep.dist.world import World
 from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
 from lockstep.step.train_step import train_step
 from lockstep.testing import TinyTask, run_ranks
 from lockstep.trainer import RunResult, Trainer
+from lockstep.world import World
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -29,7 +29,7 @@ class Counting(TinyTask):
     def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
         self.before.append(context.world.num_collectives)
         if isinstance(model, Replica) and context.step > 1:
-            self.buckets.add(model.exchanges.num_sent)
+            self.buckets.add(model.sent.num)
         return super().loss(model, batch, context)
 
 

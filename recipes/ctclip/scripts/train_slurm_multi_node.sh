@@ -24,6 +24,9 @@ export MAIN_ADDRESS
 export MAIN_PORT=${MAIN_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 10000))}
 python -m lockstep_recipes.ctclip.launch "$ACCELERATE_CONFIG" --num_processes "$NUM_PROCESSES"
 
+# Since SLURM 22.05 srun takes this from its own variable, not from --cpus-per-task of the job.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+
 # In single quotes: SLURM_PROCID is another on each node, and here it is always 0.
 srun --kill-on-bad-exit=1 bash -c 'exec accelerate launch \
     --config_file "$ACCELERATE_CONFIG" \

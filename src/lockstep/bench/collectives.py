@@ -13,9 +13,9 @@ import torch
 from lockstep.bench.link import Link, fit_link
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.pace import Clock
-from lockstep.dist.world import World
 from lockstep.errors import ConfigError
 from lockstep.harness.forked import run_ranks
+from lockstep.world import World
 
 LIMIT_S = 300.0
 NUM_REPEATS = 8

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -48,9 +48,11 @@ from lockstep.dist.agreement import together
 from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.environment import launched_rank, rehearsal_folder
 from lockstep.dist.same_state import check_registered, check_same_weights
-from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, closest
 from lockstep.nested import tensors_in
+
+if TYPE_CHECKING:
+    from lockstep.world import World
 
 _log = logging.getLogger("lockstep")
 
@@ -328,7 +330,7 @@ class CheckpointStore:
                 return checkpoint
         raise self._not_found(str(path))
 
-    def save_from(self, world: World, step: int, **objects: Any) -> None:
+    def save_from(self, world: "World", step: int, **objects: Any) -> None:
         """Save the `state_dict()` of each object, from the first rank. Collective.
 
         For a custom loop: `store.save_from(world, loader.step, model=model, ...)`.

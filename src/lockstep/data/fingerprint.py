@@ -26,7 +26,7 @@ import numpy as np
 from torch import set_num_threads
 from torch.utils.data import TensorDataset
 
-from lockstep.data.contents import contents_of, same_contents
+from lockstep.contents import contents_of, same_contents
 from lockstep.data.reader import is_stream, names_of, sample_seeds
 from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.data.batch import MicroBatch
-from lockstep.data.loader import LoaderConfig, read_leaves
+from lockstep.data.loader import read_leaves
 from lockstep.data.order import Sequential, leaves_of
 from lockstep.data.reader import Collate, build_reader
+from lockstep.data.workers import LoaderConfig
 from lockstep.dist.collectives import Collectives
 from lockstep.plan import BatchPlan
 

@@ -9,9 +9,8 @@ import math
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from torch.utils.data import default_collate
 
 from lockstep.data.batch import MicroBatch, StepBatch
@@ -41,13 +40,15 @@ from lockstep.data.reader import (
     is_stream,
     refuse_data_loader,
 )
-from lockstep.data.workers import read_in_workers
+from lockstep.data.workers import LoaderConfig, read_in_workers
 from lockstep.dist.agreement import check_same, first_of_ranks
 from lockstep.dist.collectives import Collectives
-from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.dist.environment import is_rehearsal
 from lockstep.errors import ConfigError, DataError, own_exit_code
 from lockstep.plan import BatchConfig, BatchPlan, SplitChange, plan_batches, resume_plan
+
+if TYPE_CHECKING:
+    from lockstep.world import World
 
 _log = logging.getLogger("lockstep")
 
@@ -63,19 +64,6 @@ SAME_STREAM = (
 )
 
 
-class LoaderConfig(BaseModel):
-    """How samples are read."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    num_workers: NonNegativeInt = 0
-    prefetch: int = Field(default=2, ge=1, le=100)
-    timeout_s: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S)
-    """Replace a worker that does not answer for this long, or for ten times the slowest read if
-    that is longer. Three in a row fit into the default 1800 s timeout of other ranks."""
-    on_bad_sample: Literal["stop", "skip"] = "stop"
-
-
 class Loader:
     """Iterate over the steps of a run: `for batch in Loader(dataset, world, batch_size=32)`.
 
@@ -89,13 +77,13 @@ class Loader:
     refuses them if that changes the loss, unless `accept_changes` is true. Likewise the first
     iteration after a resume refuses data that changed since the checkpoint.
 
-    With LOCKSTEP_REHEARSAL=1 a custom loop is two epochs of two steps.
+    With LOCKSTEP_REHEARSAL=1 a custom loop is two epochs of two steps, and the first rank says so.
     """
 
     def __init__(
         self,
         dataset: Any,
-        world: Collectives,
+        world: "World",
         *,
         batch_size: int = 32,
         plan: BatchPlan | None = None,
@@ -108,7 +96,8 @@ class Loader:
         accept_changes: bool = False,
     ) -> None:
         refuse_data_loader(dataset)
-        if is_rehearsal() and not world.is_in_run:
+        is_shortened = is_rehearsal() and not world.is_in_run
+        if is_shortened:
             plan, epochs, max_steps = _rehearsed(dataset, batch_size, plan, world.size)
         self._accepts_changes = accept_changes
         self._changed_split: SplitChange | None = None
@@ -138,6 +127,8 @@ class Loader:
         """Whether ranks are known to see the same samples."""
         if isinstance(self._reader, StreamReader) and not self.is_compared:
             self._reader.num_printed = NUM_SAMPLES
+        if is_shortened:
+            world.report_rehearsal(f"the loop ends after {self.total_steps} steps")
 
     def __len__(self) -> int:
         """Return the number of remaining steps."""

@@ -119,6 +119,13 @@ def num_leaves_of(plan: BatchPlan, step: int) -> int:
     return math.ceil((end - begin) / plan.leaf_size)
 
 
+def padded_step(plan: BatchPlan, num_steps: int) -> int | None:
+    """Return the first of `num_steps` steps whose micro-batches do not fill all ranks, or None."""
+    candidates = (0, plan.steps_per_epoch - 1)
+    padded = [s for s in candidates if s < num_steps and num_leaves_of(plan, s) % plan.world_size]
+    return min(padded, default=None)
+
+
 def share(num_leaves: int, rank: int, world_size: int) -> range:
     """Return the places of a rank's leaves, without padding.
 

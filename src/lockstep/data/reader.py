@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from lockstep.contents import contents_of
 from lockstep.data.batch import MicroBatch
-from lockstep.data.contents import contents_of
 from lockstep.data.order import Ids, Leaf, Order, mix
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.randomness import derive_seed, seed_all, set_all, untouched

@@ -1,7 +1,7 @@
 """Processes that read micro-batches ahead of time, all replaced when one is lost.
 
-Owns: the processes, when one counts as lost, and what is asked of its replacement. Does not own:
-what is read (`reader.py`), how it travels (`travel.py`), or the order.
+Owns: the processes, their settings, when one counts as lost, and what is asked of its replacement.
+Does not own: what is read (`reader.py`), how it travels (`travel.py`), or the order.
 """
 
 import atexit
@@ -22,15 +22,17 @@ from itertools import cycle
 from multiprocessing import util
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from lockstep.data.batch import MicroBatch, WorkerFault
 from lockstep.data.order import Leaf
 from lockstep.data.reader import LeafReader, names_of
 from lockstep.data.travel import receive, send
+from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.errors import DataError
 from lockstep.parent import end_with_parent
 from lockstep.signals import leave_signals_to_parent
@@ -50,6 +52,19 @@ REQUEST_BYTES = 4096
 
 Request = tuple[int, Leaf]
 """A leaf, and how many were requested before it."""
+
+
+class LoaderConfig(BaseModel):
+    """How samples are read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_workers: NonNegativeInt = 0
+    prefetch: int = Field(default=2, ge=1, le=100)
+    timeout_s: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S)
+    """Replace a worker that does not answer for this long, or for ten times the slowest read if
+    that is longer. Three in a row fit into the default 1800 s timeout of other ranks."""
+    on_bad_sample: Literal["stop", "skip"] = "stop"
 
 
 def read_in_workers(

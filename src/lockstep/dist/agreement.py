@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from lockstep import errors
-from lockstep.data.contents import contents_of, same_contents
+from lockstep.contents import contents_of, same_contents
 from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError, LockstepError, OtherRankError, StopRequested
 

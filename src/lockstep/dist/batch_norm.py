@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from lockstep.data.order import num_leaves_of
 from lockstep.dist.collectives import Collectives
 from lockstep.errors import ConfigError
-from lockstep.plan import BatchPlan, SplitChange
+from lockstep.plan import SplitChange
 from lockstep.torch_compat.private import BATCH_NORMS, check_batch_norm_input
 
 
@@ -180,13 +179,6 @@ def refuse_padding(model: nn.Module, num_leaves: int, world_size: int) -> None:
             "use nn.BatchNorm layers with sync_batch_norm=true, or make every step fill all ranks: "
             f"set batch.drop_last=true and use a multiple of {world_size} micro-batches",
         )
-
-
-def padded_step(plan: BatchPlan, num_steps: int) -> int | None:
-    """Return the first of `num_steps` steps whose micro-batches do not fill all ranks, or None."""
-    candidates = (0, plan.steps_per_epoch - 1)
-    padded = [s for s in candidates if s < num_steps and num_leaves_of(plan, s) % plan.world_size]
-    return min(padded, default=None)
 
 
 def refuse_changed_split(model: nn.Module, change: SplitChange) -> None:

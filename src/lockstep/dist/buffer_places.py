@@ -67,38 +67,69 @@ def buffer_places(model: nn.Module) -> dict[str, Place]:
     }
 
 
-class UncountedWrites:
-    """Notices writes that autograd does not count, as through `.data`, by comparing contents.
+class BufferChanges:
+    """Notices which buffers of a model change in its steps, and between them.
 
-    That waits for the device, so it is done in the first, second, fourth, eighth, ... step of this
+    Writes that autograd does not count, as through `.data`, are found by comparing contents. That
+    waits for the device, so it is done in the first, second, fourth, eighth, ... step of this
     process. It finds every change since the comparison before, also one in a step between.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.places = buffer_places(model)
+        self.marks: dict[str, Mark] = {}
+        """The buffers before the current step."""
+        self.changing: set[str] = set()
+        """The buffers that have changed in a step or between two, and those that may have: running
+        statistics, and buffers whose writes nobody counts."""
+        self.changed_in_steps: set[str] = set()
+        """The buffers that steps have changed, without running statistics."""
         self._num_steps = 0
-        self._seen: dict[str, tuple[Mark, int]] = {}
+        self._contents: dict[str, tuple[Mark, int]] = {}
 
-    @property
-    def are_looked_for(self) -> bool:
-        """Whether contents are compared in this step."""
-        return not self._num_steps & (self._num_steps - 1)
-
-    def begin_step(self, places: Mapping[str, Place]) -> None:
-        """Count a step; remember the contents before the first."""
+    def begin_step(self) -> None:
+        """Mark the buffers before a step."""
+        if self._compares_contents:  # finding the places takes as long as a small layer
+            self.places = buffer_places(self._model)
+            places = self.places.items()
+            self.changing |= {name for name, p in places if p.attribute in RUNNING_STATISTICS}
         if not self._num_steps:
-            self.find(places)
+            self._contents = _contents(self.places)
         self._num_steps += 1
+        self.mark()
 
-    def find(self, places: Mapping[str, Place]) -> list[str]:
+    def mark(self) -> None:
+        """Mark the buffers again, so that changes until now are not the step's."""
+        before = self.marks
+        self.marks = {name: place.mark() for name, place in self.places.items()}
+        for name, mark in self.marks.items():
+            if mark.num_writes < 0 or mark.differs(before.get(name, mark)):
+                self.changing.add(name)
+
+    def end_step(self) -> None:
+        """Note which buffers the step has changed."""
+        for name, before in self.marks.items():
+            place = self.places[name]
+            if not place.is_statistic and place.mark().differs(before):
+                self.changed_in_steps.add(name)
+        self.changed_in_steps.update(self.uncounted_writes())
+        self.changing |= self.changed_in_steps
+
+    def uncounted_writes(self) -> list[str]:
         """Return the buffers with uncounted writes, if contents are compared in this step."""
-        if not self.are_looked_for:
+        if not self._compares_contents:
             return []
-        before, self._seen = self._seen, _contents(places)
+        before, self._contents = self._contents, _contents(self.places)
         return [
             name
-            for name, (mark, contents) in self._seen.items()
+            for name, (mark, contents) in self._contents.items()
             if name in before and not mark.differs(before[name][0]) and contents != before[name][1]
         ]
+
+    @property
+    def _compares_contents(self) -> bool:
+        return not self._num_steps & (self._num_steps - 1)
 
 
 def _contents(places: Mapping[str, Place]) -> dict[str, tuple[Mark, int]]:

@@ -1,10 +1,11 @@
 """Collectives of a process group: sums, gathers, votes.
 
 Owns: every collective, and its backward pass if it carries gradients. Does not own: joining the
-group (`world.py`), or the decision what to send and when.
+group (`process_group.py`), or the decision what to send and when.
 
-Methods that communicate start with `all_`. Every rank must call them, in the same order;
-otherwise the group waits for the rank that did not.
+Methods that communicate start with `all_`, except `barrier` and `exchange`; each says
+"Collective". Every rank must call them, in the same order; otherwise the group waits for the rank
+that did not.
 """
 
 import json
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.distributed import GradBucket as GradBucket  # type: ignore[attr-defined]
 
 from lockstep.dist.detect import Launch
-from lockstep.phases import Phases
 from lockstep.torch_compat.private import gather_flat
 
 
@@ -34,13 +34,8 @@ class Collectives:
         self.backend = backend
         self.before_collective: Callable[[], None] | None = None
         """Called before each collective, while it is set."""
-        self.phase = Phases()
         self.num_collectives = 0
         """The number of collectives so far, without the gradient exchanges of DDP and FSDP."""
-        self.custom_loop: Any = None
-        """The `CustomLoop` that calls the callbacks outside of a run."""
-        self.is_in_run = False
-        """Whether a run that `prepare` has built is still active."""
         # NCCL cannot send tensors in host memory.
         self._host = dist.new_group(backend="gloo") if backend == "cuda:nccl" else None
 

@@ -6,7 +6,8 @@ which have no wrapper and average gradients after every micro-batch.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt
@@ -22,7 +23,6 @@ from lockstep.dist.pace import Pace
 from lockstep.dist.same_state import check_registered, check_same_model
 from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import ConfigError
-from lockstep.exact.reducer import ExactReducer
 from lockstep.torch_compat.private import (
     check_reducer,
     no_buffer_sync,
@@ -63,10 +63,32 @@ class GradientConfig(BaseModel):
             )
 
 
+class GradientExchange(Protocol):
+    """How a Replica exchanges its gradients: an `Averaging`, or exact mode's `ExactReducer`."""
+
+    def set_model(self, model: nn.Module) -> None:
+        """Called before a model is replicated, which may have other trained parameters now."""
+
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Start exchanging a bucket. Collective."""
+        ...
+
+    def fail(self) -> None:
+        """Called when a pass has failed on this rank: its remaining buckets are zeros."""
+
+
+@dataclass
+class Sent:
+    """The buckets that the current backward pass has sent, in order."""
+
+    num: int = 0
+    has_last: bool = False
+
+
 def replicate(
     model: nn.Module,
     world: Collectives,
-    averaging: "Averaging | ExactReducer | None" = None,
+    averaging: GradientExchange | None = None,
     bucket_mb: int | None = None,
     is_again: bool = False,
 ) -> nn.Module:
@@ -100,13 +122,13 @@ def replicate(
         averaging = averaging or model.exchanges
     check_same_model(unwrap(model), world)
     model = unwrap(model).to(world.device)
-    if isinstance(averaging, ExactReducer):
-        averaging.set_model(model)
+    averaging = averaging or Averaging(world)
+    averaging.set_model(model)
     if world.size == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
     if is_again:
         sync_buffers(model, world)  # torch would send them all, also those that have grown
-    return Replica(model, world, averaging or Averaging(world), bucket_mb, not is_again)
+    return Replica(model, world, averaging, bucket_mb, not is_again)
 
 
 class Replica(DistributedDataParallel):
@@ -121,7 +143,7 @@ class Replica(DistributedDataParallel):
         self,
         model: nn.Module,
         world: Collectives,
-        exchanges: "Averaging | ExactReducer",
+        exchanges: GradientExchange,
         bucket_mb: int | None = None,
         sends_weights: bool = True,
     ) -> None:
@@ -136,19 +158,20 @@ class Replica(DistributedDataParallel):
         )
         check_reducer(self)
         self.exchanges = exchanges
+        self.sent = Sent()
         self.pace = Pace(world.device)
         self.trained = TrainedParameters(model)
         self._known = {id(parameter) for parameter in model.parameters()}
-        exchange: Any = type(exchanges).exchange
-        pace = self.pace
+        sent, pace = self.sent, self.pace
 
         # The hook must not hold the replica, which holds the hook: garbage collection cannot look
         # into torch's reducer, and a replica that is not freed keeps hooks on the parameters.
         def send(exchanges: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+            sent.num += 1
             if bucket.is_last():
-                exchanges.has_sent_all = True
+                sent.has_last = True
                 pace.end()
-            return exchange(exchanges, bucket)  # type: ignore[no-any-return]
+            return exchanges.exchange(bucket)  # type: ignore[no-any-return]
 
         self.register_comm_hook(exchanges, send)
 
@@ -163,8 +186,8 @@ class Replica(DistributedDataParallel):
 
     def begin_exchanges(self) -> None:
         """Start to count the buckets that a backward pass exchanges."""
-        self.exchanges.has_sent_all = False
-        self.exchanges.num_sent = 0
+        self.sent.num = 0
+        self.sent.has_last = False
         self.pace.begin()
 
     def check_exchanged(self) -> None:
@@ -173,11 +196,11 @@ class Replica(DistributedDataParallel):
         Raises:
             ConfigError: naming the parameters without a gradient.
         """
-        if self.exchanges.has_sent_all:
+        if self.sent.has_last:
             return
         problem = "the loss called model.module directly, so DDP did not average its gradients"
         numbers = without_gradient(self)
-        if numbers or self.exchanges.num_sent:
+        if numbers or self.sent.num:
             trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
             names = ", ".join(trained[number] for number in numbers[:8])
             problem = f"a micro-batch has no gradient for {names or 'some parameters'}"
@@ -192,31 +215,31 @@ class Replica(DistributedDataParallel):
         So the other ranks finish the pass and can learn of the failure. Replicate the model again
         afterwards.
         """
-        self.exchanges.has_failed = True
-        send_zeros(self, self.exchanges.num_sent)
+        self.exchanges.fail()
+        send_zeros(self, self.sent.num)
 
 
 class Averaging:
-    """Averages gradients over ranks, and counts the buckets sent.
+    """Averages gradients over ranks.
 
     Args:
         dtype: The type to round gradients to before they are sent. By default they are not
             rounded, and the average is the one that torch computes.
     """
 
-    num_sent = 0
-    has_sent_all = False
-    """Whether a backward pass has sent its last bucket; buckets are sent in order."""
-    has_failed = False
-
     def __init__(self, world: Collectives, dtype: torch.dtype | None = None) -> None:
         self.world = world
         self.dtype = dtype
 
+    def set_model(self, model: nn.Module) -> None:
+        """Nothing to do: an average does not depend on the model."""
+
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start averaging a bucket."""
-        self.num_sent += 1
+        """Start averaging a bucket. Collective."""
         return self.average(bucket.buffer())
+
+    def fail(self) -> None:
+        """Nothing to do: the average of a bucket depends on that bucket alone."""
 
     def average(self, grads: Tensor) -> torch.futures.Future[Tensor]:
         """Start averaging numbers over ranks, in place; a subclass may override this.

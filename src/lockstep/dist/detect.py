@@ -1,7 +1,7 @@
 """Interpret the launch variables: the number of processes, and the rank of this one.
 
-Owns: the names that launchers use, and detecting contradictions. All functions are pure: only
-`environment.py` reads the environment.
+Owns: the names that launchers use, and detecting contradictions. Does not own: the environment,
+which only `environment.py` reads; all functions here are pure.
 """
 
 import math

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.dist import detect
-from lockstep.dist.detect import Launch, collective_timeout_s, detect_launch
+from lockstep.dist.detect import Launch, check_size, collective_timeout_s, detect_launch
 from lockstep.errors import LaunchError
 from lockstep.text_input import whole_number
 
@@ -58,6 +58,17 @@ def tool_folder() -> Path:
 def default_variable(name: str, value: str) -> None:
     """Set an environment variable if it is not set, for libraries that have no other option."""
     os.environ.setdefault(name, value)
+
+
+def checked_launch(local_rank: int | None = None) -> Launch:
+    """Return the launch variables to join a group with; `local_rank` is a script's own flag.
+
+    Raises:
+        LaunchError: they contradict each other, or the expected number of ranks.
+    """
+    launch = detect_launch(os.environ, local_rank)
+    check_size(launch, os.environ)
+    return launch
 
 
 def launched() -> Launch:

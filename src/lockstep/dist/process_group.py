@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from lockstep.dist import position
 from lockstep.dist.addresses import (
     LOOPBACK,
     check_loopback,
@@ -127,6 +128,34 @@ def own_group() -> OwnGroup | None:
     return _own if is_used else None
 
 
+def join_group(
+    launch: Launch, place: torch.device, timeout_s: float | None
+) -> tuple[str | None, Any]:
+    """Use the existing group, or join the other ranks in a new one, if there are others.
+
+    Returns:
+        The backend, or None without a group, and the group if it is a new one.
+    """
+    own = own_group()
+    if own is not None and own.has_failed:
+        leave_group()
+    if dist.is_initialized():
+        backend = check_group(launch)
+        if own is None:
+            atexit.unregister(let_gloo_finish)
+            atexit.register(let_gloo_finish)
+        elif launch.rank == 0:
+            report_kept(own, place, timeout_s)
+        return backend, None
+    if launch.size == 1:
+        return None, None
+    seconds = group_timeout_s(DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+    position.own.begin_join()
+    own, backend = make_group(launch, place, seconds)
+    position.own.end_join()
+    return backend, own.group
+
+
 def make_group(launch: Launch, place: torch.device, timeout_s: float) -> tuple[OwnGroup, str]:
     """Join the other ranks in a new process group; return it and its backend. Collective."""
     global _own, _num_groups
@@ -212,11 +241,21 @@ def _end_group() -> None:
         leave_group()
 
 
-def store_of(launch: Launch) -> Any:
-    """Return the store of a launch, if lockstep made it."""
-    return _stores.get(launch)
+def all_reach(launch: Launch, place: str, timeout_s: float) -> bool:
+    """Return whether every rank calls this for `place` within `timeout_s`, once per group.
 
-
-def num_groups() -> int:
-    """Return the number of groups that this process has made."""
-    return _num_groups
+    Uses the store, not a collective, because another rank may be waiting in one. Returns False
+    for several ranks in a group that lockstep did not make.
+    """
+    if launch.size == 1:
+        return True
+    if launch not in _stores:
+        return False
+    store = _stores[launch]
+    names = [f"came_{_num_groups}/{place}/{rank}" for rank in range(launch.size)]
+    try:
+        store.set(names[launch.rank], "1")
+        store.wait(names, datetime.timedelta(seconds=timeout_s))
+    except (dist.DistError, RuntimeError):
+        return False
+    return True

@@ -34,7 +34,6 @@ from lockstep.data.reader import build_reader, is_stream
 from lockstep.dist.ddp import unwrap
 from lockstep.dist.environment import launched_rank, leave_process, tool_folder
 from lockstep.dist.fsdp import is_sharded, local_rows
-from lockstep.dist.world import World
 from lockstep.doctor.findings import Findings, findings_file
 from lockstep.errors import CheckpointError, DataError, LockstepError
 from lockstep.harness.attach import read_settings
@@ -54,6 +53,7 @@ from lockstep.run_files import refuse_link, refuse_shared
 from lockstep.schedule import warmup_length
 from lockstep.step.report import StepReport
 from lockstep.task import Task
+from lockstep.world import World
 
 Checked = TypeVar("Checked")
 MEASURE_S = 3.0

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from lockstep.dist.world import World
 from lockstep.harness.forked import run_ranks
+from lockstep.world import World
 
 GROUP_S = 20.0
 """Time limit for ranks on one machine to form a group, and for the sum."""

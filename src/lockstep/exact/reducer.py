@@ -43,9 +43,9 @@ class ExactReducer:
         self._tree = TreeSum(1)
         self._last: Node | None = None
         self._buckets: list[Bucket] = []
-        self.num_sent = 0
-        self.has_sent_all = False
-        self.has_failed = True  # until a step begins
+        self.was_used = False
+        """Whether a step has begun."""
+        self._has_failed = False
 
     def set_model(self, model: nn.Module) -> None:
         """Sum the gradients of the parameters that now require one."""
@@ -57,17 +57,21 @@ class ExactReducer:
         self._tree = TreeSum(num_leaves)
         self._buckets = []
         self._last = None
-        self.num_sent = 0
-        self.has_failed = False
+        self.was_used = True
+        self._has_failed = False
         self._statistics.begin()
 
     def drop_step(self) -> None:
         """Restore the running statistics from before a failed step."""
         self._statistics.restore()
 
+    def fail(self) -> None:
+        """Send zeros for the remaining buckets: the sums of this rank are incomplete."""
+        self._has_failed = True
+
     def raise_if_unused(self) -> None:
         """Refuse a step taken without this reducer: its gradients would differ between ranks."""
-        if self.has_failed:
+        if not self.was_used:
             raise ConfigError(
                 "exact=true, but this loop's steps do not sum gradients in exact mode",
                 "call train_step(..., exact_reducer=run.exact_reducer), or trainer.step(batch)",
@@ -114,7 +118,6 @@ class ExactReducer:
         num_leaves = self._tree.num_leaves
         own = Bucket.of(bucket)
         self._buckets.append(own)
-        self.num_sent += 1
         tree = TreeSum(num_leaves)
         for node, grads in self._tree.nodes:
             by_parameter = dict(zip(map(id, self._trained), grads, strict=True))
@@ -125,7 +128,7 @@ class ExactReducer:
         length = math.ceil(own.buffer.numel() / world.size)
         gap = world.size * length - own.buffer.numel()
         rows = [nn.functional.pad(value, (0, gap)) if gap else value for _, (value,) in tree.nodes]
-        if self.has_failed or not rows:
+        if self._has_failed or not rows:
             sent = own.buffer.new_zeros(world.size, len(covers[world.rank]), length)
         else:
             sent = torch.stack([row.view(world.size, length) for row in rows], dim=1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.order import share
-from lockstep.dist.buffer_places import Mark, UncountedWrites, buffer_places
+from lockstep.dist.buffer_places import BufferChanges, Mark
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.same_state import checksum
 from lockstep.errors import ConfigError
@@ -31,12 +31,11 @@ class Statistics:
         self._values = [b for pair in pairs for b in pair if b is not None]
         self._counts = [b for m in self._layers if (b := m.num_batches_tracked) is not None]
         known = {id(b) for b in (*self._values, *self._counts)}
-        places = buffer_places(model)
-        self._others = {n: p for n, p in places.items() if id(p.mark().buffer) not in known}
+        self._changes = BufferChanges(model)
+        places = self._changes.places.items()
+        self._others = {name for name, p in places if id(p.mark().buffer) not in known}
         if self._others:
             check_write_counter()
-        self._marks: dict[str, Mark] = {}
-        self._uncounted = UncountedWrites()
         self._before: Tensor | None = None
         self._updates: list[Tensor] = []
 
@@ -51,8 +50,7 @@ class Statistics:
         self.restore()
         self._before = self._read()
         self._updates = []
-        self._marks = {name: place.mark() for name, place in self._others.items()}
-        self._uncounted.begin_step(self._others)
+        self._changes.begin_step()
 
     def before(self, place: int) -> None:
         """Start a leaf with zero statistics and the number of leaves before it."""
@@ -66,9 +64,10 @@ class Statistics:
 
     def after(self) -> None:
         """Keep the leaf's update."""
-        before = self._marks
-        changed = [n for n, p in self._others.items() if _has_changed(before[n], p.mark())]
-        if changed := changed + self._uncounted.find(self._others):
+        before = self._changes.marks
+        others = {n: p for n, p in self._changes.places.items() if n in self._others}
+        changed = [n for n, p in others.items() if _has_changed(before[n], p.mark())]
+        if changed := changed + self._changes.uncounted_writes():
             raise ConfigError(
                 f"the forward pass changes {', '.join(changed)}, which exact mode cannot merge",
                 "keep these buffers unchanged in the forward pass, or set exact=false",

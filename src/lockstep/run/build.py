@@ -23,11 +23,11 @@ from lockstep.checkpoint.manifest import in_brief
 from lockstep.config import RunConfig
 from lockstep.data.fingerprint import check_same_samples, is_full_fingerprint_due
 from lockstep.data.loader import Loader
-from lockstep.data.order import num_leaves_of
+from lockstep.data.order import num_leaves_of, padded_step
 from lockstep.data.reader import is_stream, refuse_data_loader
 from lockstep.dist import position
 from lockstep.dist.agreement import check_same, first_of_ranks, together
-from lockstep.dist.batch_norm import padded_step, refuse_padding, synchronise_batch_norm
+from lockstep.dist.batch_norm import refuse_padding, synchronise_batch_norm
 from lockstep.dist.ddp import Averaging
 from lockstep.dist.environment import launched
 from lockstep.dist.fsdp import is_sharded, shard
@@ -37,7 +37,6 @@ from lockstep.dist.same_state import (
     check_same_model,
     check_same_optimizer,
 )
-from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, ConfigError, own_exit_code, shown
 from lockstep.exact.determinism import fingerprint, set_numerics
 from lockstep.exact.reducer import ExactReducer
@@ -61,6 +60,7 @@ from lockstep.run.run import Run, versions
 from lockstep.run_files import refuse_link, refuse_shared, replace_text
 from lockstep.task import Task
 from lockstep.torch_compat.private import check_scaler, replay_graphs, replays_graphs
+from lockstep.world import World
 
 SAME_FILES = (
     "build the same data on every rank: take no seed from the rank or the clock, sort file lists, "

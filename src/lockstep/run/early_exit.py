@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from lockstep.dist import position
-from lockstep.dist.world import World
 from lockstep.errors import LeftEarlyError, LockstepError, NotSavedError
+from lockstep.world import World
 
 EXIT_TIMEOUT_S = 2.0
 """How long a rank that exits waits for the others to exit too; then only one reports it."""

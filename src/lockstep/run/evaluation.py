@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from lockstep.data.batch import MicroBatch
 from lockstep.data.held_out import read_held_out
-from lockstep.data.loader import LoaderConfig
 from lockstep.data.order import share
+from lockstep.data.workers import LoaderConfig
 from lockstep.dist.agreement import agree_to_continue, together
 from lockstep.dist.fsdp import is_sharded
-from lockstep.dist.world import World
 from lockstep.errors import ConfigError, DataError, StopRequested, shown
 from lockstep.exact.tree import TreeSum, sum_nodes
 from lockstep.randomness import seed_everything
 from lockstep.step.partial import as_partial, number
 from lockstep.task import Context, PartialLoss, Task
+from lockstep.world import World
 
 SAME_SHAPE = "return sums of the same shape from evaluate for every held-out batch"
 

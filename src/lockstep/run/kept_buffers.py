@@ -7,16 +7,9 @@ step is dropped, or the parameters, which such a step leaves unchanged.
 from collections import defaultdict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.dist.agreement import RUNNING_STATISTICS
-from lockstep.dist.buffer_places import (
-    Mark,
-    Place,
-    UncountedWrites,
-    buffer_places,
-    can_be_copied,
-)
+from lockstep.dist.buffer_places import BufferChanges, Mark, can_be_copied
 from lockstep.dist.same_state import checksum
 
 
@@ -27,42 +20,30 @@ class KeptBuffers:
     step, as running statistics are from the first. Buffers of one kind are copied as one tensor.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._places: dict[str, Place] = {}
+    def __init__(self, changes: BufferChanges) -> None:
+        self._changes = changes
         self._marks: dict[str, Mark] = {}
         """The buffers before the current step."""
         self._copies: dict[str, Tensor] = {}
         """Their values, flattened; not of buffers that cannot be written to."""
-        self._changing: set[str] = set()
-        """The buffers to copy before each step."""
-        self._uncounted = UncountedWrites()
 
     @torch.no_grad()
     def keep(self, non_finite: Tensor | None) -> None:
-        """Copy the buffers before a step.
+        """Copy the buffers after `begin_step` has marked them.
 
         Args:
             non_finite: The sticky flag on the GPU: where it is set, the copies stay as they are.
         """
-        before = self._marks
-        if self._uncounted.are_looked_for:  # finding the places takes as long as a small layer
-            self._places = buffer_places(self._model)
-        self._changing.update(self._uncounted.find(self._places))
-        self._uncounted.begin_step(self._places)
-        self._marks = {name: place.mark() for name, place in self._places.items()}
+        self._marks = self._changes.marks
         groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = defaultdict(dict)
         for name, mark in self._marks.items():
             buffer = mark.buffer
             if buffer is None or not can_be_copied(buffer):
                 self._copies.pop(name, None)
                 continue
-            is_statistic = self._places[name].attribute in RUNNING_STATISTICS
-            if is_statistic or mark.num_writes < 0 or mark.differs(before.get(name, mark)):
-                self._changing.add(name)
-            if name in self._changing:
+            if name in self._changes.changing:
                 groups[buffer.device, buffer.dtype][name] = buffer.flatten()
-            elif name not in before:
+            elif name not in self._copies:
                 self._copies[name] = buffer.flatten().to("cpu", copy=True)
         for (device, _), values in groups.items():
             together = torch.cat(list(values.values()))
@@ -76,14 +57,14 @@ class KeptBuffers:
     def restore(self) -> None:
         """Put the buffers back that were there before the step, with the values they had."""
         for name, mark in self._marks.items():
-            place = self._places[name]
+            place = self._changes.places[name]
             now = place.mark()
             if now.buffer is not mark.buffer:
                 place.assign(mark.buffer)
             if mark.buffer is None or name not in self._copies:
                 continue
             kept = self._copies[name].view_as(mark.buffer)
-            is_written = name in self._changing or now.differs(mark)
+            is_written = name in self._changes.changing or now.differs(mark)
             if is_written or checksum(kept).item() != checksum(mark.buffer).item():
                 mark.buffer.copy_(kept)
 

@@ -21,6 +21,7 @@ from lockstep.data.order import Ids
 from lockstep.data.reader import is_stream
 from lockstep.dist.batch_norm import has_batch_norm, synchronises_itself
 from lockstep.dist.ddp import own_seconds
+from lockstep.dist.environment import is_rehearsal
 from lockstep.dist.fsdp import is_sharded
 from lockstep.dist.pace import slow_rank
 from lockstep.exact.determinism import changes
@@ -186,6 +187,10 @@ def banner(run: Run) -> list[str]:
     total_steps = run.loader.total_steps
     by = world.launcher + (f", {world.backend}" if world.backend else "")
     lines = [f"lockstep: {run.task.name} on {world.size} x {world.device.type} (started by {by})"]
+    if is_rehearsal():
+        where = run.config.output_dir
+        reason = "because LOCKSTEP_REHEARSAL=1 is set"
+        lines.append(f"rehearsal: the run ends after {total_steps} steps, in {where}, {reason}")
     lines += [*run.task.banner(world, run.contract), *run.contract.describe()]
     limit = run.config.max_grad_norm
     lines.append(f"Gradient clipping: {'none' if limit is None else f'at norm {limit:g}'}")

@@ -35,7 +35,6 @@ from lockstep.dist.ddp import Averaging, replicate, unwrap
 from lockstep.dist.environment import launched
 from lockstep.dist.same_state import REGISTER, check_registered, check_same_optimizer
 from lockstep.dist.trained import TrainedParameters, describe_changes, list_names, name_changes
-from lockstep.dist.world import World
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
 from lockstep.exact.reducer import ExactReducer
 from lockstep.plan import Contract
@@ -46,6 +45,7 @@ from lockstep.run.saved_run import check_saved_run, load_progress
 from lockstep.step.train_step import TrainStep
 from lockstep.step.update import new_non_finite_flag
 from lockstep.task import Task
+from lockstep.world import World
 
 
 @dataclass

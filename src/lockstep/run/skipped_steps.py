@@ -7,7 +7,7 @@ step (`step/update.py`).
 import math
 
 from lockstep.dist.agreement import together
-from lockstep.dist.ddp import unwrap
+from lockstep.dist.buffer_places import BufferChanges
 from lockstep.errors import CheckpointError, NonFiniteError
 from lockstep.observe.events import EventLog
 from lockstep.run.kept_buffers import KeptBuffers
@@ -30,11 +30,11 @@ def is_finite(report: StepReport, run: Run) -> bool:
 class SkippedSteps:
     """The skipped steps of a run."""
 
-    def __init__(self, run: Run, events: EventLog) -> None:
+    def __init__(self, run: Run, events: EventLog, changes: BufferChanges) -> None:
         self.run = run
         self.events = events
         self.num = 0
-        self.buffers = KeptBuffers(unwrap(run.model))
+        self.buffers = KeptBuffers(changes)
 
     def add(self, step: int, loss: float, norm: float, weight: float) -> None:
         """Apply `on_non_finite` to the step after `step` updates. Collective.

@@ -35,7 +35,7 @@ from lockstep.step.votes import Rows, choose_votes, count_together, run_alone, r
 from lockstep.task import Context, PartialLoss, Task
 
 if TYPE_CHECKING:
-    from lockstep.dist.world import World
+    from lockstep.world import World
 
 Loss = Callable[[nn.Module, Any, Context], PartialLoss | Tensor]
 """A task's `loss`, or any function with its signature."""

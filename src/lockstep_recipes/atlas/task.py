@@ -22,11 +22,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from lockstep.dist.world import World
 from lockstep.errors import ConfigError, DataError
 from lockstep.plan import Contract
 from lockstep.run.evaluation import evaluating
 from lockstep.task import Context, PartialLoss, Task
+from lockstep.world import World
 from lockstep_recipes.atlas.data import (
     DataConfig,
     Episode,

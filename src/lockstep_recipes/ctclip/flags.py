@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.dist.environment import is_rehearsal, launched_rank
 from lockstep.parse import parse_override
-from lockstep.run.result import RunResult
+from lockstep.result import RunResult
 from lockstep_recipes.command import REHEARSAL_STEPS, Flags
 from lockstep_recipes.ctclip.config import CTClipConfig, Experiment
 from lockstep_recipes.ctclip.sample_data import make_volumes

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from lockstep.dist.environment import group_timeout_s, launched
-from lockstep.dist.world import World
 from lockstep.errors import ConfigError, LaunchError, closest, plain, shown
+from lockstep.world import World
 from lockstep.yaml_input import read_yaml_file
 from lockstep_recipes.command import Flags, finish
 

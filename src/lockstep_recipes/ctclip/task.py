@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from lockstep.dist.world import World
 from lockstep.plan import Contract
 from lockstep.randomness import derive_seed
 from lockstep.task import Context, PartialLoss, Task
+from lockstep.world import World
 from lockstep_recipes.ctclip.config import CTClipConfig
 from lockstep_recipes.ctclip.data import (
     Entry,

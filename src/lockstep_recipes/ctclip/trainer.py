@@ -10,8 +10,8 @@ from contextlib import ExitStack
 
 from lockstep.dist.agreement import check_same
 from lockstep.observe.events import Event, EventLog
+from lockstep.result import RunResult
 from lockstep.run.build import prepare
-from lockstep.run.result import RunResult
 from lockstep.schedule import build_schedule
 from lockstep.signals import StopSignals
 from lockstep.trainer import Trainer

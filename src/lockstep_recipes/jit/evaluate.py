@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from lockstep.dist.world import World
 from lockstep.randomness import keyed_generator
 from lockstep.run_files import replacing
+from lockstep.world import World
 from lockstep_recipes.jit.inception import FidInception
 
 CPU = torch.device("cpu")

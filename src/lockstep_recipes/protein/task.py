@@ -23,13 +23,13 @@ from torch.optim import AdamW, Optimizer
 from lockstep.data.feed import to_device
 from lockstep.data.grouped import Grouped
 from lockstep.data.order import Order
-from lockstep.dist.world import World
 from lockstep.errors import ConfigError
 from lockstep.plan import Contract
 from lockstep.randomness import seed_all, untouched
 from lockstep.run.evaluation import evaluating
 from lockstep.run_files import replace_text
 from lockstep.task import Context, PartialLoss, Task
+from lockstep.world import World
 from lockstep_recipes.protein import evaluate
 from lockstep_recipes.protein.data import Chains, Split, collate, open_split
 from lockstep_recipes.protein.diffusion import (

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lockstep.dist.batch_norm import SyncBatchNorm
-from lockstep.dist.world import World
 from lockstep.errors import ConfigError, DataError
 from lockstep.plan import Contract
 from lockstep.run.evaluation import evaluating
 from lockstep.run_files import append_text, replacing
 from lockstep.task import Context, PartialLoss, Task
+from lockstep.world import World
 from lockstep_recipes.segmentation.data import (
     MODES,
     Augment,

@@ -15,8 +15,8 @@ from PIL import Image
 
 from lockstep.checkpoint import CheckpointStore, load_model_state
 from lockstep.dist.agreement import together
-from lockstep.dist.world import World
 from lockstep.errors import CheckpointError
+from lockstep.world import World
 from lockstep_recipes.command import Flags, finish
 from lockstep_recipes.segmentation.data import SegmentationData, check_files, open_split
 from lockstep_recipes.segmentation.evaluate import (

@@ -1,41 +1,30 @@
 """World: the ranks that train one model, which this process joins.
 
-Owns: entering and leaving the group, and the public methods of a custom loop. Does not own: the
-collectives (`collectives.py`) or the process group (`process_group.py`).
+Owns: entering and leaving the group, the phase of this rank, and the callbacks of a custom loop.
+Does not own: the collectives (`dist/collectives.py`), the process group (`dist/process_group.py`),
+or when callbacks are called (`custom_loop.py`).
 """
 
-import atexit
-import datetime
-import os
+import logging
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lockstep.callback import Callback, Callbacks, collect_callbacks, listed, load_callbacks
 from lockstep.custom_loop import CustomLoop
-from lockstep.dist import position
 from lockstep.dist.collectives import Collectives
-from lockstep.dist.ddp import Averaging, replicate, sync_buffers
-from lockstep.dist.detect import Launch, check_size, detect_launch
-from lockstep.dist.environment import callback_names, group_timeout_s
-from lockstep.dist.process_group import (
-    DEFAULT_TIMEOUT_S,
-    check_group,
-    leave_group,
-    let_gloo_finish,
-    make_group,
-    num_groups,
-    own_group,
-    report_kept,
-    store_of,
-)
+from lockstep.dist.ddp import GradientExchange, replicate, sync_buffers
+from lockstep.dist.detect import Launch
+from lockstep.dist.environment import callback_names, checked_launch
+from lockstep.dist.process_group import all_reach, join_group, leave_group, own_group
 from lockstep.errors import LaunchError, hide_tracebacks, own_exit_code
-from lockstep.exact.reducer import ExactReducer
+from lockstep.phases import Phases
+
+_log = logging.getLogger("lockstep")
 
 
 def choose_device(launch: Launch, wanted: str = "auto") -> torch.device:
@@ -60,11 +49,16 @@ class World(Collectives):
 
     def __init__(self, launch: Launch, device: torch.device, backend: str | None) -> None:
         super().__init__(launch, device, backend)
+        self._launch = launch
         self._made: Any = None
         """The process group, if this world made it."""
+        self.phase = Phases()
         self.callbacks = Callbacks()
-        self._store = store_of(launch)
-        """The store of the group, if lockstep made it."""
+        self.custom_loop: CustomLoop | None = None
+        """Calls the callbacks outside of a run, if there are any."""
+        self.is_in_run = False
+        """Whether a run that `prepare` has built is still active."""
+        self._has_reported_rehearsal = False
 
     @classmethod
     def enter(
@@ -86,37 +80,15 @@ class World(Collectives):
         exit code.
         """
         with own_exit_code():
-            world = cls._enter(device, timeout_s, local_rank)
+            launch = checked_launch(local_rank)
+            place = choose_device(launch, device)
+            if place.type == "cuda":
+                torch.cuda.set_device(place)
+            backend, made = join_group(launch, place, timeout_s)
+            world = cls(launch, place, backend)
+            world._made = made
             world.attach(callbacks)
         hide_tracebacks()  # after torch has set its own hook for a group
-        return world
-
-    @classmethod
-    def _enter(cls, device: str, timeout_s: float | None, local_rank: int | None) -> Self:
-        launch = detect_launch(os.environ, local_rank)
-        check_size(launch, os.environ)
-        place = choose_device(launch, device)
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
-        own = own_group()
-        if own is not None and own.has_failed:
-            leave_group()
-        if dist.is_initialized():
-            world = cls(launch, place, check_group(launch))
-            if own is None:
-                atexit.unregister(let_gloo_finish)
-                atexit.register(let_gloo_finish)
-            elif world.is_first:
-                report_kept(own, place, timeout_s)
-            return world
-        if launch.size == 1:
-            return cls(launch, place, None)
-        seconds = group_timeout_s(DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
-        position.own.begin_join()
-        own, backend = make_group(launch, place, seconds)
-        position.own.end_join()
-        world = cls(launch, place, backend)
-        world._made = own.group
         return world
 
     def attach(self, callbacks: Sequence[Callback]) -> None:
@@ -137,6 +109,12 @@ class World(Collectives):
         finally:
             self.custom_loop = loop
             self.is_in_run = False
+
+    def report_rehearsal(self, what: str) -> None:
+        """Log on the first rank, once, that this run is cut short on purpose, and to what."""
+        if self.is_first and not self._has_reported_rehearsal:
+            _log.warning("rehearsal: %s, because LOCKSTEP_REHEARSAL=1 is set", what)
+        self._has_reported_rehearsal = True
 
     def leave(self) -> None:
         """Leave the group, if this `World` made it. You may call this twice, or enter again.
@@ -172,9 +150,7 @@ class World(Collectives):
             f"{self.local_size}, {self.device}, {self.launcher} on {socket.gethostname()})"
         )
 
-    def replicate(
-        self, model: nn.Module, averaging: Averaging | ExactReducer | None = None
-    ) -> nn.Module:
+    def replicate(self, model: nn.Module, averaging: GradientExchange | None = None) -> nn.Module:
         """Put `model` on this rank's device and average its gradients over ranks. Collective.
 
         Call it again with the result after changing `requires_grad` of a parameter.
@@ -186,19 +162,5 @@ class World(Collectives):
         sync_buffers(model, self)
 
     def all_reach(self, place: str, timeout_s: float) -> bool:
-        """Return whether every rank calls this for `place` within `timeout_s`, once per group.
-
-        Uses the store, not a collective, because another rank may be waiting in one. Returns
-        False for several ranks in a group that lockstep did not make.
-        """
-        if self.size == 1:
-            return True
-        if self._store is None:
-            return False
-        names = [f"came_{num_groups()}/{place}/{rank}" for rank in range(self.size)]
-        try:
-            self._store.set(names[self.rank], "1")
-            self._store.wait(names, datetime.timedelta(seconds=timeout_s))
-        except (dist.DistError, RuntimeError):
-            return False
-        return True
+        """Return whether every rank calls this for `place` within `timeout_s`. No collective."""
+        return all_reach(self._launch, place, timeout_s)
