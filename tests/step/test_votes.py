@@ -1,6 +1,7 @@
 """In an ordinary step the ranks communicate through gradient buckets and one sum, and no more."""
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep import Callback, Loader, PartialLoss, RunConfig, World, fit, train_step
+from lockstep import Callback, Loader, PartialLoss, RunConfig, World, fit, signals, train_step
 from lockstep.dist.ddp import Replica
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.step import votes
@@ -128,6 +129,15 @@ def test_other_parts_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:
     assert found == ["ranks have different parts of the loss in one step: a, b and heavy"] * 2
 
 
+def ask_to_stop() -> None:
+    """Send this process a signal, and wait until its run has heard it."""
+    signal.raise_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while signals._active is None or signals._active.requested is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 class Surprise(TinyTask):
     """On one rank, at its fourth step: a signal, or a sample that cannot be read."""
 
@@ -137,7 +147,7 @@ class Surprise(TinyTask):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
         if (context.step, context.world.rank, self.kind) == (3, self.rank, "signal"):
-            signal.raise_signal(signal.SIGTERM)
+            ask_to_stop()
         return super().loss(model, batch, context)
 
     def train_data(self) -> Any:
