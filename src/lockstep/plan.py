@@ -8,13 +8,15 @@ run as the run prints at its start and stores in its checkpoints.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.errors import ConfigError
 
 Rule = Literal["none", "linear", "sqrt", "batch"]
+MAX_COUNT: Final = 2**62
+"""The length of a stream; no other number of samples, or of steps, is as large."""
 OLD_NAMES = {"cut_for_ranks": "split_for_ranks"}
 """Fields of a plan that older checkpoints store under another name."""
 
@@ -34,7 +36,7 @@ class BatchConfig(BaseModel):
     drop_last: bool = True
 
     @model_validator(mode="after")
-    def _one_way_to_say_it(self) -> Self:
+    def _refuse_two_step_sizes(self) -> Self:
         if self.global_batch_size is not None and self.accumulate != 1:
             raise ValueError(
                 f"accumulate={self.accumulate} and global_batch_size={self.global_batch_size} "

@@ -47,11 +47,11 @@ from lockstep.dist.collectives import Collectives
 from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.dist.environment import is_rehearsal
 from lockstep.errors import ConfigError, DataError, own_exit_code
-from lockstep.plan import BatchConfig, BatchPlan, SplitChange, plan_batches, resume_plan
+from lockstep.plan import MAX_COUNT, BatchConfig, BatchPlan, SplitChange, plan_batches, resume_plan
 
 _log = logging.getLogger("lockstep")
 
-STREAM_LENGTH = 2**62
+STREAM_LENGTH = MAX_COUNT
 """A stream is one endless epoch, in which a sample's id is its position."""
 SAME_DATA = (
     "seed before building the data (torch.manual_seed(0)), or build it once and load it from a "

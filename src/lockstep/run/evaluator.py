@@ -125,7 +125,8 @@ class Evaluator:
     def _is_best(self) -> bool:
         """Return whether the metrics are the best so far, and remember the best one.
 
-        The first rank decides, because a task's metrics may differ between ranks.
+        The first rank decides, because a task's metrics may differ between ranks. So `best` is
+        up to date on that rank only.
         """
         progress = self.run.progress
         evaluation = self.run.config.evaluation

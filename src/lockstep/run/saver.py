@@ -60,7 +60,7 @@ class Saver:
         """The best metric that has a checkpoint."""
         self._best_pending = run.progress.best
         """The value of `_best_saved` once the current save is done."""
-        self._lost_step: int | None = -1
+        self._lost_step: int | None = None
         """The step of a best checkpoint that could not be saved."""
         self._lost_best: float | None = None
         """The metric of that checkpoint."""
