@@ -47,7 +47,7 @@ from lockstep.dist.collectives import Collectives
 from lockstep.dist.detect import MAX_TIMEOUT_S
 from lockstep.dist.environment import is_rehearsal
 from lockstep.errors import ConfigError, DataError, own_exit_code
-from lockstep.plan import MAX_COUNT, BatchConfig, BatchPlan, SplitChange, plan_batches, resume_plan
+from lockstep.plan import MAX_COUNT, BatchConfig, BatchPlan, SplitChange, plan_batches, plan_change
 
 _log = logging.getLogger("lockstep")
 
@@ -197,7 +197,9 @@ class Loader:
         """
         seeds = ("seed", state.get("seed", self._reader.seed), self._reader.seed)
         stored = BatchPlan.from_json(state["plan"])
-        self.plan = resume_plan(stored, self.plan, seeds)
+        if changed := plan_change(stored, self.plan, seeds):
+            raise ConfigError(*changed)
+        self.plan = stored.on_ranks(self.plan.world_size)
         if self.plan.leaf_size != stored.leaf_size and self._world.is_first:
             _log.warning(
                 "resumed on %d ranks instead of %d: micro-batches of %d samples instead of %d, "

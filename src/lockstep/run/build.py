@@ -48,13 +48,14 @@ from lockstep.run.average import Averages
 from lockstep.run.early_exit import refuse_early_exit
 from lockstep.run.rehearsal import rehearsed
 from lockstep.run.resume import (
-    agree_on_contract,
     changed_data,
     changed_settings,
     check_batch_norm,
     choose_checkpoint,
     free_settings,
+    fresh_contract,
     resume_if_restarted,
+    resumed_contract,
     take_fingerprints,
 )
 from lockstep.run.run import Run, versions
@@ -423,21 +424,19 @@ def plan_run(
     """Return the batch and rate of a run on `world_size` ranks, and the accepted changes.
 
     Raises:
-        ConfigError: naming all settings and data that may not differ from the checkpoint's.
+        ConfigError: no run is possible with these numbers; or the settings and data differ from
+            the checkpoint's, each with its old and new value.
     """
+    if checkpoint is None:
+        return fresh_contract(config, data, world_size), []
+    gathers = task.gathers and not config.exact
+    contract, change = resumed_contract(config, data, world_size, checkpoint, gathers)
     free = free_settings(checkpoint)
     changes = changed_settings(checkpoint, config, task.settings(), task.may_change, free)
     changes += changed_data
-    gathers = task.gathers and not config.exact
-    strict = config.model_copy(update={"accept_changes": False})
-    try:
-        contract = agree_on_contract(strict, data, world_size, checkpoint, gathers)
-    except ConfigError as error:
-        if not (changes or config.accept_changes):
-            raise
-        changes.append(error.problem)
-        if config.accept_changes:
-            contract = agree_on_contract(config, data, world_size, checkpoint, gathers)
+    if change and not (changes or config.accept_changes):
+        raise ConfigError(*change)
+    changes += [change.problem] if change else []
     if changes and not config.accept_changes:
         raise ConfigError(
             f"settings or data differ from the checkpoint's: {'; '.join(changes)}",
