@@ -48,6 +48,7 @@ from lockstep.run.average import Averages
 from lockstep.run.early_exit import refuse_early_exit
 from lockstep.run.rehearsal import rehearsed
 from lockstep.run.resume import (
+    Resumed,
     changed_data,
     changed_settings,
     check_batch_norm,
@@ -373,17 +374,15 @@ class _Builder:
             held_out=self.held_out,
             model=model,
             optimizer=self.optimizer,
-            base_rates=[group["lr"] for group in self.optimizer.param_groups],
             averages=Averages(model, config.averages if self.checkpoint else ()),
             scaler=scaler,
             autocast=autocast,
             store=self.store,
-            rejected=self.rejected,
+            resumed=Resumed(self.checkpoint, self.rejected, self.accepted),
             fingerprints=self.fingerprints,
             not_compared=self.not_compared,
             averaging=Averaging(self.world, config.gradients.dtype),
             callbacks=self.callbacks,
-            accepted=self.accepted,
             trained_at_start=[name for name, p in model.named_parameters() if p.requires_grad],
         )
 

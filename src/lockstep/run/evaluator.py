@@ -34,7 +34,7 @@ class Evaluator:
         self.run = run
         self.events = events
         self.stop_code = stop_code
-        resumed = run.resumed_from
+        resumed = run.resumed.checkpoint
         self.metrics: dict[str, float] = dict(resumed.meta.get("metrics", {})) if resumed else {}
         """The metrics of the last evaluation."""
         self.step = run.progress.step if self.metrics else None

@@ -7,7 +7,7 @@ about changed ones. Does not own: restoring a state (`run.py`).
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,21 @@ OF_BEST: tuple[str, ...] = ("evaluation.best_metric", "evaluation.best_is")
 """Settings that may change until an evaluation has found a best checkpoint."""
 ROUNDING: tuple[str, ...] = ("compile", "num_threads", "gradients.bucket_mb")
 """Settings that change only rounding. They must be the same on a resume in exact mode."""
+
+
+@dataclass
+class Resumed:
+    """The checkpoint that a run resumed from, and what the resume left to do or to report."""
+
+    checkpoint: Checkpoint | None = None
+    rejected: list[tuple[Path, str]] = field(default_factory=list)
+    """Newer checkpoints, and why the run could not resume from them."""
+    accepted: list[str] = field(default_factory=list)
+    """The changes since the checkpoint that `accept_changes` has accepted."""
+    unclaimed_states: list[str] = field(default_factory=list)
+    """Callbacks that have a state in the checkpoint but are not in this run."""
+    pending_optimizer: dict[str, Any] | None = None
+    """The saved optimizer state, to load once this run has added the same parameter groups."""
 
 
 def resume_if_restarted(config: RunConfig, store: CheckpointStore, job: str) -> RunConfig:

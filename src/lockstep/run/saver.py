@@ -49,7 +49,7 @@ class Saver:
         self.record = record
         self.writer: BackgroundWriter = BackgroundWriter()
         stack.push(self._close)
-        self.saved_step = run.progress.step if run.resumed_from else None
+        self.saved_step = run.progress.step if run.resumed.checkpoint else None
         self.committed_step = self.saved_step
         """The newest step whose checkpoint is known to be complete on disk."""
         self.is_last = False
