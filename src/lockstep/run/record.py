@@ -7,7 +7,6 @@ when to log, which the trainer decides. Every number is reduced over ranks, exce
 
 import logging
 import math
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 
@@ -39,7 +38,7 @@ _log = logging.getLogger("lockstep")
 class Record:
     """The events of one rank; on the first rank, console and sinks listen to them."""
 
-    def __init__(self, run: Run, stack: ExitStack, extra_lines: Sequence[str] = ()) -> None:
+    def __init__(self, run: Run, stack: ExitStack) -> None:
         self.run = run
         self.throughput = Throughput()
         self.local_ledger = Ledger()
@@ -50,13 +49,13 @@ class Record:
         self.events = EventLog(run.config.output_dir, run.world.rank)
         stack.callback(self.events.close)
         if run.world.is_first:
-            self._open_console(stack, extra_lines)
+            self._open_console(stack)
         facts = {"world_size": run.world.size, "recipe": run.task.name, **run.contract.to_json()}
         self.events.write("run_start", run.progress.step, **facts)
         if checkpoint := run.resumed.checkpoint:
             self.events.write("resume", run.progress.step, path=str(checkpoint.path))
 
-    def _open_console(self, stack: ExitStack, extra_lines: Sequence[str]) -> None:
+    def _open_console(self, stack: ExitStack) -> None:
         """Open console and sinks, and print the banner."""
         run = self.run
         config = self.run.config
@@ -71,8 +70,7 @@ class Record:
         )
         stack.callback(sinks.close)
         self.events.listeners += [console, sinks]
-        first, *others = banner(run)
-        for line in (first, *extra_lines, *others):
+        for line in banner(run):
             console.note(line)
 
     def enter(self, batch: StepBatch) -> None:
