@@ -340,11 +340,8 @@ class Contract:
         ]
 
 
-FROM_SCRATCH = "use another folder to start from scratch"
-
-
 def plan_change(
-    stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, Any], instead: str = FROM_SCRATCH
+    stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, Any], instead: str
 ) -> Change | None:
     """Return what a resume would change about a step, or None if it can keep the stored plan.
 
@@ -352,11 +349,11 @@ def plan_change(
     more numbers to compare, by name, old and new; `instead` is the remedy for training with the
     new ones.
 
-    >>> stored = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=4)
-    >>> plan_change(stored, plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=2))
-    >>> fresh = plan_batches(BatchConfig(batch_size=8), num_samples=100, world_size=2)
-    >>> plan_change(stored, fresh).problem
-    'settings or data have changed since the checkpoint: batch_size 4 -> 8'
+    >>> stored, fewer = (plan_batches(BatchConfig(), 100, world_size) for world_size in (2, 1))
+    >>> plan_change(stored, fewer, instead="start over") is None
+    True
+    >>> plan_change(stored, fewer, ("seed", 0, 1), instead="start over").problem
+    'settings or data have changed since the checkpoint: seed 0 -> 1'
     """
     names = ["num_samples", "batch_size"]
     if fresh.world_size == stored.began_on:  # otherwise they follow from the old number of ranks

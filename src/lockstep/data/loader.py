@@ -197,7 +197,8 @@ class Loader:
         """
         seeds = ("seed", state.get("seed", self._reader.seed), self._reader.seed)
         stored = BatchPlan.from_json(state["plan"])
-        if changed := plan_change(stored, self.plan, seeds):
+        start_over = "use another folder to start from scratch"
+        if changed := plan_change(stored, self.plan, seeds, instead=start_over):
             raise ConfigError(*changed)
         self.plan = stored.on_ranks(self.plan.world_size)
         if self.plan.leaf_size != stored.leaf_size and self._world.is_first:

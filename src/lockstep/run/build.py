@@ -112,8 +112,6 @@ class _Builder:
 
     checkpoint: Checkpoint | None
     """The checkpoint to resume from."""
-    rejected: list[tuple[Path, str]]
-    """Newer checkpoints, and why the run cannot resume from them."""
     changed_data: list[str]
     """The differences from the data that the checkpoint was trained with."""
 
@@ -191,9 +189,10 @@ class _Builder:
             self.config = together(
                 world, lambda: resume_if_restarted(self.config, store, launched().job)
             )
-        self.checkpoint, self.rejected = together(
-            world, lambda: choose_checkpoint(store, self.config.resume)
+        self.resumed = Resumed(
+            *together(world, lambda: choose_checkpoint(store, self.config.resume))
         )
+        self.checkpoint = self.resumed.checkpoint
         found = "none"
         if self.checkpoint:
             found = f"{self.checkpoint.path.name} {self.checkpoint.meta.get('ledger')}"
@@ -226,7 +225,7 @@ class _Builder:
         The task gets its saved state before its model: a vocabulary may size its embedding.
         """
         world = self.world
-        self.contract, self.accepted = together(
+        self.contract, self.resumed.accepted = together(
             world,
             lambda: plan_run(
                 self.task, self.config, self.data, world.size, self.checkpoint, self.changed_data
@@ -378,7 +377,7 @@ class _Builder:
             scaler=scaler,
             autocast=autocast,
             store=self.store,
-            resumed=Resumed(self.checkpoint, self.rejected, self.accepted),
+            resumed=self.resumed,
             fingerprints=self.fingerprints,
             not_compared=self.not_compared,
             averaging=Averaging(self.world, config.gradients.dtype),
