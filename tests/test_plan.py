@@ -14,8 +14,8 @@ from lockstep.plan import (
     BatchConfig,
     Contract,
     RateConfig,
+    contract_change,
     plan_batches,
-    resume_contract,
     scaled_rate,
 )
 
@@ -25,6 +25,12 @@ def contract(
 ) -> Contract:
     plan = plan_batches(BatchConfig(**{"batch_size": 4, **batch}), num_samples, world_size)
     return Contract(plan, lr, "none", lr)
+
+
+def resumed(stored: Contract, fresh: Contract) -> Contract:
+    """Return the contract of a run whose settings and data have not changed."""
+    assert contract_change(stored, fresh) is None
+    return stored.on_ranks(fresh.plan.world_size)
 
 
 # --- Batches ------------------------------------------------------------------------
@@ -171,7 +177,7 @@ def test_the_batch_rule_follows_the_ratio_of_batches(world_size: int, expected: 
 
 
 def test_an_unchanged_contract_is_resumed_as_it_is() -> None:
-    assert resume_contract(contract(), contract(), accept_changes=False) == contract()
+    assert resumed(contract(), contract()) == contract()
 
 
 def test_a_contract_survives_the_checkpoint() -> None:
@@ -181,7 +187,7 @@ def test_a_contract_survives_the_checkpoint() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_another_number_of_ranks_keeps_the_global_batch_and_the_rate(world_size: int) -> None:
     stored = contract(world_size=2, accumulate=2)
-    moved = resume_contract(stored, contract(world_size=world_size, accumulate=2), False)
+    moved = resumed(stored, contract(world_size=world_size, accumulate=2))
     assert moved.plan.global_batch == stored.plan.global_batch == 16
     assert moved.plan.steps_per_epoch == stored.plan.steps_per_epoch
     assert moved.plan.samples_per_epoch == stored.plan.samples_per_epoch
@@ -197,11 +203,12 @@ def test_a_run_goes_on_again_and_again_on_other_ranks_than_it_began_on() -> None
 
     began = moved = on(4)
     for world_size in (2, 2, 3, 1, 1, 4, 4):
-        moved = Contract.from_json(resume_contract(moved, on(world_size), False).to_json())
+        moved = Contract.from_json(resumed(moved, on(world_size)).to_json())
         assert moved.plan.world_size == world_size
         assert (moved.plan.global_batch, moved.effective_lr) == (16, began.effective_lr)
-    with pytest.raises(ConfigError, match="global_batch 16 -> 32"):
-        resume_contract(moved, on(4, accumulate=2), accept_changes=False)
+    change = contract_change(moved, on(4, accumulate=2))
+    assert change is not None
+    assert "global_batch 16 -> 32" in change.problem
 
 
 @pytest.mark.parametrize(
@@ -215,11 +222,11 @@ def test_a_run_goes_on_again_and_again_on_other_ranks_than_it_began_on() -> None
         (contract(world_size=1, lr=2e-3), "lr 0.001 -> 0.002"),
     ],
 )
-def test_changed_numbers_are_refused_by_name_unless_accepted(fresh: Contract, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        resume_contract(contract(), fresh, accept_changes=False)
-    assert "accept_changes=true" in caught.value.remedy
-    assert resume_contract(contract(), fresh, accept_changes=True) == fresh
+def test_changed_numbers_are_named(fresh: Contract, said: str) -> None:
+    change = contract_change(contract(), fresh)
+    assert change is not None
+    assert said in change.problem
+    assert "accept_changes=true" in change.remedy
 
 
 @pytest.mark.parametrize(
@@ -241,37 +248,43 @@ def test_more_ranks_than_micro_batches_get_smaller_ones(
 ) -> None:
     stored = contract(batch_size=batch_size, world_size=began_on)
     fresh = contract(batch_size=batch_size, world_size=world_size)
-    plan = resume_contract(stored, fresh, accept_changes=False).plan
+    plan = resumed(stored, fresh).plan
     assert plan.global_batch == stored.plan.global_batch
     found = {leaf.place: leaf for r in range(world_size) for leaf in leaves_of(plan, 0, r)}
     assert [leaf.stop - leaf.start for _, leaf in sorted(found.items())] == leaves
     assert plan.accumulate == math.ceil(len(leaves) / world_size)
-    back = resume_contract(replace(stored, plan=plan), stored, accept_changes=False).plan
+    back = resumed(replace(stored, plan=plan), stored).plan
     assert back == stored.plan, "and grow again as ranks get fewer"
 
 
 def test_memory_halves_what_more_ranks_have_cut_already() -> None:
     stored = contract(batch_size=8, world_size=1)
-    plan = resume_contract(stored, contract(batch_size=8, world_size=2), accept_changes=False).plan
+    plan = resumed(stored, contract(batch_size=8, world_size=2)).plan
     assert [plan.leaf_size, plan.halved().leaf_size, plan.halved().halved().leaf_size] == [4, 2, 1]
-    back = resume_contract(replace(stored, plan=plan.halved()), stored, accept_changes=False).plan
+    back = resumed(replace(stored, plan=plan.halved()), stored).plan
     assert back.leaf_size == 2, "what did not fit in memory stays halved on fewer ranks"
 
 
 def test_more_ranks_than_samples_in_a_step_are_refused_with_the_numbers() -> None:
     stored, fresh = contract(world_size=1), contract(world_size=5)
-    with pytest.raises(ConfigError, match="a step has 4 samples, too few for 5 ranks") as caught:
-        resume_contract(stored, fresh, accept_changes=False)
-    assert caught.value.remedy.startswith("use at most 4 ranks, or pass accept_changes=true")
-    assert resume_contract(stored, fresh, accept_changes=True) == fresh
+    assert contract_change(stored, fresh) == (
+        "a step has 4 samples, too few for 5 ranks",
+        "use at most 4 ranks, or pass accept_changes=true to continue with the new ones",
+    )
+
+
+def test_halving_for_more_ranks_than_samples_ends_at_single_samples() -> None:
+    plan = contract(world_size=1).plan.on_ranks(5).halved_for_ranks()
+    assert (plan.leaf_size, plan.num_leaves) == (1, 4)
 
 
 def test_a_kept_tail_is_not_dropped_after_a_resume_without_a_word() -> None:
     kept = plan_batches(BatchConfig(batch_size=4, drop_last=False), 101, 2)
     dropped = plan_batches(BatchConfig(batch_size=4), 101, 2)
     stored, fresh = (Contract(plan, 1e-3, "none", 1e-3) for plan in (kept, dropped))
-    with pytest.raises(ConfigError, match="101 -> 96"):
-        resume_contract(stored, fresh, accept_changes=False)
+    change = contract_change(stored, fresh)
+    assert change is not None
+    assert "101 -> 96" in change.problem
 
 
 # --- What is printed ----------------------------------------------------------------------------

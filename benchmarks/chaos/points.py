@@ -262,7 +262,7 @@ class FaultCallback(Callback):
         armed = self.armed
         armed.begun_at = armed.step = run.step
         if run.world.is_first:
-            rejected = [(path.name, reason) for path, reason in run.rejected]
+            rejected = [(path.name, reason) for path, reason in run.resumed.rejected]
             note(armed.folder, "goes_on", leg=armed.number, step=armed.step, rejected=rejected)
         unwrap(run.model).register_forward_pre_hook(lambda *_: armed.reach("forward"))
         unwrap(run.model).register_forward_hook(self.after_forward)

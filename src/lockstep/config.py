@@ -1,7 +1,8 @@
 """RunConfig: everything that decides a run, checked before it starts.
 
-Owns: gathering the sections. Does not own: the sections, which are defined next to the code that
-reads them; turning text into values and reporting bad ones (`parse.py`).
+Owns: gathering the sections, and those that say when to evaluate and save. Does not own: the other
+sections, which are defined next to the code that reads them; turning text into values and reporting
+bad ones (`parse.py`).
 """
 
 import functools
@@ -177,7 +178,7 @@ class RunConfig(BaseModel):
         )
 
     @model_validator(mode="after")
-    def _one_exactness(self) -> Self:
+    def _refuse_conflicts(self) -> Self:
         self.gradients.raise_if_unfit(self.exact, self.parallel)
         if self.exact and self.parallel == "fsdp":
             raise ValueError(

@@ -9,13 +9,15 @@ stores in its checkpoints.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.errors import ConfigError
 
 Rule = Literal["none", "linear", "sqrt", "batch"]
+MAX_COUNT: Final = 2**62
+"""The length of a stream; no other number of samples, or of steps, is as large."""
 OLD_NAMES = {"cut_for_ranks": "split_for_ranks"}
 """Fields of a plan that older checkpoints store under another name."""
 
@@ -35,7 +37,7 @@ class BatchConfig(BaseModel):
     drop_last: bool = True
 
     @model_validator(mode="after")
-    def _one_way_to_say_it(self) -> Self:
+    def _refuse_two_step_sizes(self) -> Self:
         if self.global_batch_size is not None and self.accumulate != 1:
             raise ValueError(
                 f"accumulate={self.accumulate} and global_batch_size={self.global_batch_size} "
@@ -169,11 +171,18 @@ class BatchPlan:
         )
 
     def halved_for_ranks(self) -> Self:
-        """Return the plan with leaves permanently halved until there is one per rank."""
+        """Return the plan with leaves permanently halved until there is one per rank or sample."""
         plan = replace(self, split_for_ranks=0)
-        while plan.num_leaves < plan.world_size:
+        while plan.num_leaves < min(plan.world_size, plan.global_batch):
             plan = plan.halved()
         return plan
+
+
+class Change(NamedTuple):
+    """A difference from the checkpoint that a resume must not make by itself."""
+
+    problem: str
+    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,20 +218,26 @@ class SplitChange:
                 f"accept_changes=true{also}",
             )
 
+    def for_gather(self) -> Change | None:
+        """Return what changes for a loss that compares the samples of all ranks, or None."""
+        was = self.was
+        if self.now.samples_at_once == was.samples_at_once:
+            return None
+        return Change(
+            f"the loss compares the samples of all ranks: the checkpoint was trained with "
+            f"{was.samples_at_once} at a time ({was.leaf_size} x {was.world_size} ranks), "
+            f"this run would have {self.now.samples_at_once}",
+            f"use {count_ranks(was.world_size)}, or pass accept_changes=true",
+        )
+
     def raise_for_gather(self) -> None:
         """Refuse a loss that compares the samples of all ranks, if it would compare others now.
 
         Raises:
             ConfigError: with both numbers of samples.
         """
-        was = self.was
-        if self.now.samples_at_once != was.samples_at_once:
-            raise ConfigError(
-                f"the loss compares the samples of all ranks: the checkpoint was trained with "
-                f"{was.samples_at_once} at a time ({was.leaf_size} x {was.world_size} ranks), "
-                f"this run would have {self.now.samples_at_once}",
-                f"use {count_ranks(was.world_size)}, or pass accept_changes=true",
-            )
+        if change := self.for_gather():
+            raise ConfigError(*change)
 
 
 def count_ranks(num: int) -> str:
@@ -307,6 +322,10 @@ class Contract:
         """Rebuild a contract from a checkpoint."""
         return cls(**{**stored, "plan": BatchPlan.from_json(stored["plan"])})
 
+    def on_ranks(self, world_size: int) -> Self:
+        """Return the contract with the same global batch and rate on this many ranks."""
+        return replace(self, plan=self.plan.on_ranks(world_size))
+
     def describe(self) -> list[str]:
         """Return the lines printed at the start of every run."""
         plan = self.plan
@@ -322,63 +341,42 @@ class Contract:
         ]
 
 
-FROM_SCRATCH = "use another folder to start from scratch"
+def plan_change(
+    stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, Any], instead: str
+) -> Change | None:
+    """Return what a resume would change about a step, or None if it can keep the stored plan.
 
+    A different number of ranks is no change, as long as a step has a sample for each. `others` are
+    more numbers to compare, by name, old and new; `instead` is the remedy for training with the
+    new ones.
 
-def resume_plan(
-    stored: BatchPlan, fresh: BatchPlan, *others: tuple[str, Any, Any], instead: str = FROM_SCRATCH
-) -> BatchPlan:
-    """Return the plan of a resumed run: the stored global batch, on the current ranks.
-
-    `others` are more numbers to compare, by name, old and new; `instead` is the remedy for
-    training with the new ones.
-
-    >>> stored = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=4)
-    >>> fewer = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=2)
-    >>> resume_plan(stored, fewer).accumulate
-    2
-    >>> more = plan_batches(BatchConfig(batch_size=4), num_samples=100, world_size=8)
-    >>> resume_plan(stored, more).leaf_size
-    2
-
-    Raises:
-        ConfigError: with each changed number, old and new.
+    >>> stored, fewer = (plan_batches(BatchConfig(), 100, world_size) for world_size in (2, 1))
+    >>> plan_change(stored, fewer, instead="start over") is None
+    True
+    >>> plan_change(stored, fewer, ("seed", 0, 1), instead="start over").problem
+    'settings or data have changed since the checkpoint: seed 0 -> 1'
     """
-    changes = [*_plan_changes(stored, fresh), *others]
-    changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in changes if old != new)
-    if changed:
-        problem = f"settings or data have changed since the checkpoint: {changed}"
-        raise ConfigError(problem, f"restore the old values, or {instead}")
-    if fresh.world_size > stored.global_batch:
-        raise ConfigError(
-            f"a step has {stored.global_batch} samples, too few for {fresh.world_size} ranks",
-            f"use at most {count_ranks(stored.global_batch)}, or {instead}",
-        )
-    return stored.on_ranks(fresh.world_size)
-
-
-def resume_contract(stored: Contract, fresh: Contract, accept_changes: bool) -> Contract:
-    """Return the contract of a resumed run.
-
-    A different number of ranks keeps the stored global batch and learning rate. Any other change
-    to a step needs accept_changes.
-
-    Raises:
-        ConfigError: with each changed number, old and new.
-    """
-    also = ["effective_lr"] if fresh.plan.world_size == stored.plan.began_on else []
-    names = ["base_lr", "lr_scaling", "seed", *also]
-    own = [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
-    changes = [*_plan_changes(stored.plan, fresh.plan), *own]
-    too_many = fresh.plan.world_size > stored.plan.global_batch
-    if accept_changes and (too_many or any(old != new for _, old, new in changes)):
-        return fresh
-    instead = "pass accept_changes=true to continue with the new ones"
-    return replace(stored, plan=resume_plan(stored.plan, fresh.plan, *own, instead=instead))
-
-
-def _plan_changes(stored: BatchPlan, fresh: BatchPlan) -> list[tuple[str, Any, Any]]:
     names = ["num_samples", "batch_size"]
     if fresh.world_size == stored.began_on:  # otherwise they follow from the old number of ranks
         names += ["global_batch", "samples_per_epoch"]
-    return [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
+    pairs = [*((name, getattr(stored, name), getattr(fresh, name)) for name in names), *others]
+    changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
+    if changed:
+        problem = f"settings or data have changed since the checkpoint: {changed}"
+        return Change(problem, f"restore the old values, or {instead}")
+    if fresh.world_size > stored.global_batch:
+        return Change(
+            f"a step has {stored.global_batch} samples, too few for {fresh.world_size} ranks",
+            f"use at most {count_ranks(stored.global_batch)}, or {instead}",
+        )
+    return None
+
+
+def contract_change(stored: Contract, fresh: Contract) -> Change | None:
+    """Return what a resume would change about a step or its rate, or None."""
+    names = ["base_lr", "lr_scaling", "seed"]
+    if fresh.plan.world_size == stored.plan.began_on:
+        names.append("effective_lr")
+    pairs = [(name, getattr(stored, name), getattr(fresh, name)) for name in names]
+    instead = "pass accept_changes=true to continue with the new ones"
+    return plan_change(stored.plan, fresh.plan, *pairs, instead=instead)

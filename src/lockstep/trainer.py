@@ -132,17 +132,14 @@ class Trainer:
         run: From `prepare`.
         signals: Already entered.
         stack: Closes the trainer's files and threads.
-        extra_lines: Lines for the first rank to print with the banner before the first step.
     """
 
-    def __init__(
-        self, run: Run, signals: StopSignals, stack: ExitStack, extra_lines: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, run: Run, signals: StopSignals, stack: ExitStack) -> None:
         self.run = run
         self.signals = signals
         # Pushed first, so that it runs after the last save is closed and knows what was saved.
         refuse_early_exit(stack, run.world, self._lost_by_exit)
-        self.record = Record(run, stack, extra_lines)
+        self.record = Record(run, stack)
         self.events = self.record.events
         self.saver = Saver(run, self.record, stack)
         self.evaluator = Evaluator(run, self.events, lambda: signals.exit_code)

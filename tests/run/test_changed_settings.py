@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 from whole_run import NUM_SAMPLES, config_for, events, files, run, store, weights
 
-from lockstep import Callback, PartialLoss, fit
+from lockstep import Callback, PartialLoss, RunConfig, fit
 from lockstep.callback import RunView
+from lockstep.checkpoint import Checkpoint
 from lockstep.data.batch import StepBatch
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.plan import Contract
+from lockstep.run.build import plan_run
+from lockstep.run.progress import Progress
+from lockstep.run.resume import fresh_contract
 from lockstep.step.report import StepReport
 from lockstep.task import Context
 from lockstep.testing import TinyTask, run_ranks
@@ -138,6 +143,58 @@ def test_changed_optimizer_settings_need_a_word(tmp_path: Path) -> None:
     checkpoint, _ = store(tmp_path).latest()
     assert checkpoint is not None
     assert checkpoint.load("optimizer")["param_groups"][0]["weight_decay"] == 0.3
+
+
+def contract_of(num_ranks: int = 2, num_samples: int = NUM_SAMPLES, **changes: Any) -> Contract:
+    return fresh_contract(settings(**changes), range(num_samples), num_ranks)
+
+
+def settings(**changes: Any) -> RunConfig:
+    return RunConfig.parse({"batch": {"batch_size": 4}, **changes})
+
+
+def saved(folder: Path, contract: Contract) -> Checkpoint:
+    """Save a run with this contract, without its other settings."""
+    saving = store(folder)
+    saving.save(3, {"progress": Progress(step=3).state()}, {"contract": contract.to_json()})
+    return saving.open("step_00000003")
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_ranks", "num_samples"),
+    [
+        ({"batch": {"batch_size": 8}}, 2, NUM_SAMPLES),
+        ({"batch": {"batch_size": 4, "accumulate": 2}}, 2, NUM_SAMPLES),
+        ({"batch": {"batch_size": 4, "global_batch_size": 4}}, 1, NUM_SAMPLES),
+        ({"rate": {"lr": 2e-3}}, 1, NUM_SAMPLES),
+        ({"seed": 1}, 2, NUM_SAMPLES),
+        ({}, 2, NUM_SAMPLES - 1),
+        ({}, 5, 3 * NUM_SAMPLES),
+    ],
+)
+def test_a_change_of_a_step_needs_accept_changes_and_then_takes_the_new_contract(
+    changes: dict[str, Any], num_ranks: int, num_samples: int, tmp_path: Path
+) -> None:
+    stored = saved(tmp_path, contract_of(1 if num_ranks == 5 else 2))
+    task = TinyTask()
+    data = range(num_samples)
+    with pytest.raises(ConfigError, match="checkpoint|too few"):
+        plan_run(task, settings(**changes), data, num_ranks, stored, [])
+    accepted = settings(**changes, accept_changes=True)
+    contract, listed = plan_run(task, accepted, data, num_ranks, stored, [])
+    assert contract == contract_of(num_ranks, num_samples, **changes)
+    assert len(listed) == 1
+
+
+def test_an_impossible_batch_is_not_listed_among_changes(tmp_path: Path) -> None:
+    """It is one whatever the checkpoint holds, and accepting changes would not help."""
+    fit(TinyTask(NUM_SAMPLES), config_for(tmp_path, max_steps=2))
+    changes: dict[str, Any] = {"max_grad_norm": 2.0, "batch": {"batch_size": 8}}
+    for accepts in ({}, {"accept_changes": True}):
+        with pytest.raises(ConfigError) as caught:
+            fit(TinyTask(5), config_for(tmp_path, **changes, **accepts))
+        assert caught.value.problem == "a batch of 8 x 1 = 8 is larger than the 5 samples there are"
+        assert caught.value.remedy == "pass batch_size=5, or drop_last=false"
 
 
 class Larger(TinyTask):

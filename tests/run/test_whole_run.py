@@ -1,5 +1,6 @@
 """A whole run: the same numbers on every rank and for every number of them, in any loop."""
 
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from whole_run import NUM_SAMPLES, TIMES, config_for, events, run, verdicts, weights
 
 from lockstep import fit, read_events
+from lockstep.checkpoint import Checkpoint
 from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
 from lockstep.step.train_step import train_step
@@ -54,13 +56,13 @@ def test_a_whole_run_ends_with_the_weights_of_one_rank(
 
 
 def own_loop(folder: Path, counts: bool = True, **more: Any) -> RunResult:
-    """Train as `fit` does, with a constant rate, and an extra line in the banner."""
+    """Train as `fit` does, with a constant rate."""
     config, task = config_for(folder, **more), TinyTask(NUM_SAMPLES)
     with ExitStack() as stack:
         world = stack.enter_context(World.enter(config.device, config.timeout_s))
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack)
-        trainer = Trainer(run, signals, stack, extra_lines=["a loop of its own"])
+        trainer = Trainer(run, signals, stack)
         for batch in trainer.steps():
             report = train_step(task.loss, run.model, run.optimizer, batch, world)
             if counts:
@@ -101,6 +103,23 @@ def test_a_step_that_leaves_out_exact_mode_is_refused(num_ranks: int, tmp_path: 
     """Nobody would sum the gradients of two ranks, which would go apart, and save."""
     with pytest.raises(RuntimeError, match=r"(?s)exact=true.*exact_reducer=run.exact_reducer"):
         run_ranks(num_ranks, partial(own_loop, exact=True), tmp_path)
+
+
+def test_a_resume_reads_each_large_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(TinyTask(NUM_SAMPLES), config_for(tmp_path, averages=[0.9], max_steps=2))
+    reads: Counter[str] = Counter()
+    plain = Checkpoint._pieces
+
+    def counted(checkpoint: Checkpoint, name: str) -> Any:
+        reads[name] += 1
+        return plain(checkpoint, name)
+
+    monkeypatch.setattr(Checkpoint, "_pieces", counted)
+    fit(TinyTask(NUM_SAMPLES), config_for(tmp_path, averages=[0.9], max_steps=3))
+    large = {f"{part}.safetensors" for part in ("model", "optimizer", "average_0.9")}
+    assert {name: reads[name] for name in large} == dict.fromkeys(large, 1)
 
 
 def test_evaluations_and_saves_may_come_within_an_epoch(tmp_path: Path) -> None:

@@ -14,14 +14,15 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lockstep.plan import MAX_COUNT
+
 MAX_ENTRIES: Final = 4_000_000
 """The most values in a manifest: 100,000 tensors with optimizer state have half as many."""
 MAX_DEPTH: Final = 200
-MAX_STEP: Final = 2**62
 _SHOWN: Final = 60
 
 Text = Annotated[str, Field(max_length=200)]
-Count = Annotated[int, Field(ge=0, lt=MAX_STEP)]
+Count = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
 
 
 class FileFacts(BaseModel):

@@ -5,10 +5,8 @@ from typing import Any
 
 from lockstep.errors import ConfigError, plain, shown
 from lockstep.parse import parse_model
-from lockstep.plan import BatchConfig, RateConfig, plan_batches, scaled_rate
+from lockstep.plan import MAX_COUNT, BatchConfig, RateConfig, plan_batches, scaled_rate
 from lockstep.text_input import whole_number
-
-MAX_SAMPLES = 2**62
 
 COLUMNS = {
     "gpus": "GPUs",
@@ -58,9 +56,9 @@ def show_plan(
         raise ConfigError(
             f"--gpus {plain(gpus)} is not a list of numbers of GPUs", "pass --gpus 1,2,4,8"
         )
-    if not 0 < samples < MAX_SAMPLES:
+    if not 0 < samples < MAX_COUNT:
         raise ConfigError(
-            f"--samples {shown(samples)} is not a number from 1 to {MAX_SAMPLES - 1:,}",
+            f"--samples {shown(samples)} is not a number from 1 to {MAX_COUNT - 1:,}",
             "pass the number of samples in the training set",
         )
     batch = parse_model(BatchConfig, {"batch_size": batch_size, "accumulate": accumulate})

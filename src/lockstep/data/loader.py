@@ -45,14 +45,14 @@ from lockstep.dist.agreement import check_same, first_of_ranks
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.environment import is_rehearsal
 from lockstep.errors import ConfigError, DataError, own_exit_code
-from lockstep.plan import BatchConfig, BatchPlan, SplitChange, plan_batches, resume_plan
+from lockstep.plan import MAX_COUNT, BatchConfig, BatchPlan, SplitChange, plan_batches, plan_change
 
 if TYPE_CHECKING:
     from lockstep.world import World
 
 _log = logging.getLogger("lockstep")
 
-STREAM_LENGTH = 2**62
+STREAM_LENGTH = MAX_COUNT
 """A stream is one endless epoch, in which a sample's id is its position."""
 SAME_DATA = (
     "seed before building the data (torch.manual_seed(0)), or build it once and load it from a "
@@ -188,7 +188,10 @@ class Loader:
         """
         seeds = ("seed", state.get("seed", self._reader.seed), self._reader.seed)
         stored = BatchPlan.from_json(state["plan"])
-        self.plan = resume_plan(stored, self.plan, seeds)
+        start_over = "use another folder to start from scratch"
+        if changed := plan_change(stored, self.plan, seeds, instead=start_over):
+            raise ConfigError(*changed)
+        self.plan = stored.on_ranks(self.plan.world_size)
         if self.plan.leaf_size != stored.leaf_size and self._world.is_first:
             _log.warning(
                 "resumed on %d ranks instead of %d: micro-batches of %d samples instead of %d, "

@@ -47,13 +47,15 @@ from lockstep.run.average import Averages
 from lockstep.run.early_exit import refuse_early_exit
 from lockstep.run.rehearsal import rehearsed
 from lockstep.run.resume import (
-    agree_on_contract,
+    Resumed,
     changed_data,
     changed_settings,
     check_batch_norm,
     choose_checkpoint,
     free_settings,
+    fresh_contract,
     resume_if_restarted,
+    resumed_contract,
     take_fingerprints,
 )
 from lockstep.run.run import Run, versions
@@ -110,8 +112,6 @@ class _Builder:
 
     checkpoint: Checkpoint | None
     """The checkpoint to resume from."""
-    rejected: list[tuple[Path, str]]
-    """Newer checkpoints, and why the run cannot resume from them."""
     changed_data: list[str]
     """The differences from the data that the checkpoint was trained with."""
 
@@ -189,9 +189,10 @@ class _Builder:
             self.config = together(
                 world, lambda: resume_if_restarted(self.config, store, launched().job)
             )
-        self.checkpoint, self.rejected = together(
-            world, lambda: choose_checkpoint(store, self.config.resume)
+        self.resumed = Resumed(
+            *together(world, lambda: choose_checkpoint(store, self.config.resume))
         )
+        self.checkpoint = self.resumed.checkpoint
         found = "none"
         if self.checkpoint:
             found = f"{self.checkpoint.path.name} {self.checkpoint.meta.get('ledger')}"
@@ -224,7 +225,7 @@ class _Builder:
         The task gets its saved state before its model: a vocabulary may size its embedding.
         """
         world = self.world
-        self.contract, self.accepted = together(
+        self.contract, self.resumed.accepted = together(
             world,
             lambda: plan_run(
                 self.task, self.config, self.data, world.size, self.checkpoint, self.changed_data
@@ -372,17 +373,15 @@ class _Builder:
             held_out=self.held_out,
             model=model,
             optimizer=self.optimizer,
-            base_rates=[group["lr"] for group in self.optimizer.param_groups],
             averages=Averages(model, config.averages if self.checkpoint else ()),
             scaler=scaler,
             autocast=autocast,
             store=self.store,
-            rejected=self.rejected,
+            resumed=self.resumed,
             fingerprints=self.fingerprints,
             not_compared=self.not_compared,
             averaging=Averaging(self.world, config.gradients.dtype),
             callbacks=self.callbacks,
-            accepted=self.accepted,
             trained_at_start=[name for name, p in model.named_parameters() if p.requires_grad],
         )
 
@@ -423,21 +422,19 @@ def plan_run(
     """Return the batch and rate of a run on `world_size` ranks, and the accepted changes.
 
     Raises:
-        ConfigError: naming all settings and data that may not differ from the checkpoint's.
+        ConfigError: no run is possible with these numbers; or the settings and data differ from
+            the checkpoint's, each with its old and new value.
     """
+    if checkpoint is None:
+        return fresh_contract(config, data, world_size), []
+    gathers = task.gathers and not config.exact
+    contract, change = resumed_contract(config, data, world_size, checkpoint, gathers)
     free = free_settings(checkpoint)
     changes = changed_settings(checkpoint, config, task.settings(), task.may_change, free)
     changes += changed_data
-    gathers = task.gathers and not config.exact
-    strict = config.model_copy(update={"accept_changes": False})
-    try:
-        contract = agree_on_contract(strict, data, world_size, checkpoint, gathers)
-    except ConfigError as error:
-        if not (changes or config.accept_changes):
-            raise
-        changes.append(error.problem)
-        if config.accept_changes:
-            contract = agree_on_contract(config, data, world_size, checkpoint, gathers)
+    if change and not (changes or config.accept_changes):
+        raise ConfigError(*change)
+    changes += [change.problem] if change else []
     if changes and not config.accept_changes:
         raise ConfigError(
             f"settings or data differ from the checkpoint's: {'; '.join(changes)}",

@@ -34,7 +34,7 @@ class Evaluator:
         self.run = run
         self.events = events
         self.stop_code = stop_code
-        resumed = run.resumed_from
+        resumed = run.resumed.checkpoint
         self.metrics: dict[str, float] = dict(resumed.meta.get("metrics", {})) if resumed else {}
         """The metrics of the last evaluation."""
         self.step = run.progress.step if self.metrics else None
@@ -125,7 +125,8 @@ class Evaluator:
     def _is_best(self) -> bool:
         """Return whether the metrics are the best so far, and remember the best one.
 
-        The first rank decides, because a task's metrics may differ between ranks.
+        The first rank decides, because a task's metrics may differ between ranks. So `best` is
+        up to date on that rank only.
         """
         progress = self.run.progress
         evaluation = self.run.config.evaluation

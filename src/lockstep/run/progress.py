@@ -29,6 +29,7 @@ class Progress:
     step: int = 0
     consumed: int = 0
     best: float | None = None
+    """The best metric so far. Evaluations update it on the first rank only, which compares them."""
     ledger: Ledger = field(default_factory=Ledger)
     interval: dict[str, list[float]] = field(default_factory=dict)
     """Sum and weight of the loss and of each part since the last log line."""

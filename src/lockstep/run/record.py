@@ -7,7 +7,6 @@ when to log, which the trainer decides. Every number is reduced over ranks, exce
 
 import logging
 import math
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 
@@ -40,7 +39,7 @@ _log = logging.getLogger("lockstep")
 class Record:
     """The events of one rank; on the first rank, console and sinks listen to them."""
 
-    def __init__(self, run: Run, stack: ExitStack, extra_lines: Sequence[str] = ()) -> None:
+    def __init__(self, run: Run, stack: ExitStack) -> None:
         self.run = run
         self.throughput = Throughput()
         self.local_ledger = Ledger()
@@ -51,13 +50,13 @@ class Record:
         self.events = EventLog(run.config.output_dir, run.world.rank)
         stack.callback(self.events.close)
         if run.world.is_first:
-            self._open_console(stack, extra_lines)
+            self._open_console(stack)
         facts = {"world_size": run.world.size, "recipe": run.task.name, **run.contract.to_json()}
         self.events.write("run_start", run.progress.step, **facts)
-        if run.resumed_from is not None:
-            self.events.write("resume", run.progress.step, path=str(run.resumed_from.path))
+        if checkpoint := run.resumed.checkpoint:
+            self.events.write("resume", run.progress.step, path=str(checkpoint.path))
 
-    def _open_console(self, stack: ExitStack, extra_lines: Sequence[str]) -> None:
+    def _open_console(self, stack: ExitStack) -> None:
         """Open console and sinks, and print the banner."""
         run = self.run
         config = self.run.config
@@ -67,13 +66,12 @@ class Record:
             config.sinks,
             config.output_dir,
             {**config.model_dump(mode="json"), "task": run.task.settings()},
-            resume_step=run.progress.step if run.resumed_from else None,
+            resume_step=run.progress.step if run.resumed.checkpoint else None,
             warn=lambda message: console.note(f"warning: {message}"),
         )
         stack.callback(sinks.close)
         self.events.listeners += [console, sinks]
-        first, *others = banner(run)
-        for line in (first, *extra_lines, *others):
+        for line in banner(run):
             console.note(line)
 
     def enter(self, batch: StepBatch) -> None:
@@ -194,11 +192,13 @@ def banner(run: Run) -> list[str]:
     lines += [*run.task.banner(world, run.contract), *run.contract.describe()]
     limit = run.config.max_grad_norm
     lines.append(f"Gradient clipping: {'none' if limit is None else f'at norm {limit:g}'}")
-    lines += [f"skipped checkpoint {path}: {reason}" for path, reason in run.rejected]
-    lines += [f"warning: accepted a change since the checkpoint: {text}" for text in run.accepted]
+    lines += [f"skipped checkpoint {path}: {reason}" for path, reason in run.resumed.rejected]
+    lines += [
+        f"warning: accepted a change since the checkpoint: {text}" for text in run.resumed.accepted
+    ]
     lines += [
         f"warning: the checkpoint holds the state of callback {name}, which this run does not have"
-        for name in run.unclaimed_states
+        for name in run.resumed.unclaimed_states
     ]
     warmup = warmup_length(run.config.schedule, plan.steps_per_epoch)
     if warmup > total_steps:
@@ -236,10 +236,11 @@ def banner(run: Run) -> list[str]:
         lines.append(
             f"exact: {', '.join(f'{name} {value}' for name, value in run.numerics.items())}"
         )
-    if run.resumed_from is not None:
-        lines += [f"warning: {text}" for text in warnings_of(run.resumed_from, run.config)]
-        lines += describe_micro_batches(run.resumed_from, plan, run.model, run.config.exact)
-    before = run.resumed_from.meta.get("numerics", {}) if run.resumed_from else {}
+    checkpoint = run.resumed.checkpoint
+    if checkpoint is not None:
+        lines += [f"warning: {text}" for text in warnings_of(checkpoint, run.config)]
+        lines += describe_micro_batches(checkpoint, plan, run.model, run.config.exact)
+    before = checkpoint.meta.get("numerics", {}) if checkpoint else {}
     if run.config.exact and before and (changed := changes(before, run.numerics)):
         lines.append(f"warning: the bits may differ from here on: {', '.join(changed)}")
     if not run.model.training:
@@ -247,6 +248,6 @@ def banner(run: Run) -> list[str]:
     evaluation_pending = run.progress.evaluation_pending and run.held_out is not None
     if evaluation_pending:
         lines.append(f"evaluating first: the evaluation at step {run.progress.step} is missing")
-    elif run.resumed_from is not None and run.progress.step >= total_steps:
+    elif checkpoint is not None and run.progress.step >= total_steps:
         lines.append(f"nothing to do: the run is complete at step {run.progress.step}")
     return lines

@@ -7,7 +7,7 @@ about changed ones. Does not own: restoring a state (`run.py`).
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from lockstep.dist.batch_norm import SyncBatchNorm, has_batch_norm, synchronises
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.plan import (
     BatchPlan,
+    Change,
     Contract,
     SplitChange,
+    contract_change,
     count_ranks,
-    resume_contract,
     scaled_rate,
 )
 from lockstep.run.saved_run import check_saved_run, load_progress
@@ -46,6 +47,21 @@ OF_BEST: tuple[str, ...] = ("evaluation.best_metric", "evaluation.best_is")
 """Settings that may change until an evaluation has found a best checkpoint."""
 ROUNDING: tuple[str, ...] = ("compile", "num_threads", "gradients.bucket_mb")
 """Settings that change only rounding. They must be the same on a resume in exact mode."""
+
+
+@dataclass
+class Resumed:
+    """The checkpoint that a run resumed from, and what the resume left to do or to report."""
+
+    checkpoint: Checkpoint | None = None
+    rejected: list[tuple[Path, str]] = field(default_factory=list)
+    """Newer checkpoints, and why the run could not resume from them."""
+    accepted: list[str] = field(default_factory=list)
+    """The changes since the checkpoint that `accept_changes` has accepted."""
+    unclaimed_states: list[str] = field(default_factory=list)
+    """Callbacks that have a state in the checkpoint but are not in this run."""
+    pending_optimizer: dict[str, Any] | None = None
+    """The saved optimizer state, to load once this run has added the same parameter groups."""
 
 
 def resume_if_restarted(config: RunConfig, store: CheckpointStore, job: str) -> RunConfig:
@@ -89,56 +105,62 @@ def choose_checkpoint(
     return newest, rejected
 
 
-def agree_on_contract(
-    config: RunConfig,
-    data: Any,
-    world_size: int,
-    checkpoint: Checkpoint | None = None,
-    gathers: bool = False,
-) -> Contract:
-    """Return the batch and rate contract: fresh, or the checkpoint's on this many ranks."""
-    if checkpoint is None:
-        return _fresh_contract(config, data, world_size)
+def resumed_contract(
+    config: RunConfig, data: Any, world_size: int, checkpoint: Checkpoint, gathers: bool
+) -> tuple[Contract, Change | None]:
+    """Return the batch and rate contract of a resumed run, and the change it needs, if any.
+
+    A run that keeps its settings and data keeps the stored contract, split for this many ranks. If
+    anything has changed, the contract is the one to continue with once the change is accepted.
+
+    Raises:
+        ConfigError: no run is possible with these settings, data and ranks.
+    """
     stored = _stored_contract(checkpoint)
-    asked = config.batch.global_batch_size
     was = stored.plan
-    try:
-        fresh = _fresh_contract(config, data, world_size)
-    except ConfigError:
-        if world_size <= was.began_on:
-            raise
-        # A new run on this many ranks would need a larger step than the settings or data allow.
-        # A resumed run keeps the step it began with.
-        began = _fresh_contract(config, data, was.began_on)
-        fresh = replace(began, plan=began.plan.on_ranks(world_size))
+    fresh = _fresh_for(was, config, data, world_size)
     if config.sync_batch_norm and checkpoint.meta.get("config", {}).get("sync_batch_norm"):
         stored = replace(stored, plan=was.with_split_of(fresh.plan))
-    is_other = asked not in (None, was.global_batch)
-    if is_other and not config.accept_changes:
-        raise ConfigError(
+    asked = config.batch.global_batch_size
+    if asked in (None, was.global_batch):
+        change = contract_change(stored, fresh)
+    else:
+        change = Change(
             f"the checkpoint was trained with global_batch_size {was.global_batch}, "
             f"this run asks for {asked}",
             f"set global_batch_size={was.global_batch}, or pass accept_changes=true to continue "
             f"with {asked}",
         )
-    agreed = fresh if is_other else resume_contract(stored, fresh, config.accept_changes)
+    contract = fresh if change else stored.on_ranks(world_size)
     # On a different number of ranks such a loss compares a different number of samples at a time.
-    if gathers and not config.accept_changes:
-        SplitChange(was, agreed.plan).raise_for_gather()
-    if config.exact and agreed.plan.split_for_ranks:
-        if not config.accept_changes:
-            raise ConfigError(
-                f"a step has {was.num_leaves} x {was.leaf_size} samples, too few micro-batches for "
-                f"{world_size} ranks: smaller ones would change the bits of exact mode",
-                f"use at most {count_ranks(was.num_leaves)}, or pass accept_changes=true to "
-                "continue with smaller micro-batches and other bits",
-            )
+    if gathers and not change:
+        change = SplitChange(was, contract.plan).for_gather()
+    if config.exact and contract.plan.split_for_ranks:
+        change = change or Change(
+            f"a step has {was.num_leaves} x {was.leaf_size} samples, too few micro-batches for "
+            f"{world_size} ranks: smaller ones would change the bits of exact mode",
+            f"use at most {count_ranks(was.num_leaves)}, or pass accept_changes=true to "
+            "continue with smaller micro-batches and other bits",
+        )
         # From now on the bits are again the same for any number of ranks.
-        agreed = replace(agreed, plan=agreed.plan.halved_for_ranks())
-    return agreed
+        contract = replace(contract, plan=contract.plan.halved_for_ranks())
+    return contract, change
 
 
-def _fresh_contract(config: RunConfig, data: Any, world_size: int) -> Contract:
+def _fresh_for(was: BatchPlan, config: RunConfig, data: Any, world_size: int) -> Contract:
+    """Return the contract of a new run, to compare with that of the checkpoint."""
+    try:
+        return fresh_contract(config, data, world_size)
+    except ConfigError:
+        if world_size <= was.began_on:
+            raise
+        # A new run on this many ranks would need a larger step than the settings or data allow.
+        # A resumed run keeps the step it began with.
+        return fresh_contract(config, data, was.began_on).on_ranks(world_size)
+
+
+def fresh_contract(config: RunConfig, data: Any, world_size: int) -> Contract:
+    """Return the batch and rate contract of a new run."""
     plan = plan_for(data, config.batch, world_size)
     effective = scaled_rate(config.rate, world_size, plan.global_batch)
     return Contract(plan, config.rate.lr, config.rate.lr_scaling, effective, config.seed)
@@ -229,9 +251,9 @@ def is_among(name: str, names: Iterable[str]) -> bool:
     return any(f"{name}.".startswith(f"{above}.") for above in names)
 
 
-def free_settings(checkpoint: Checkpoint | None) -> Sequence[str]:
+def free_settings(checkpoint: Checkpoint) -> Sequence[str]:
     """Return the settings that may change because no evaluation has been the best yet."""
-    if checkpoint is None or "contract" not in checkpoint.meta:
+    if "contract" not in checkpoint.meta:
         return ()
     return OF_BEST if load_progress(checkpoint).best is None else ()
 
@@ -250,7 +272,7 @@ def _saved_settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def changed_settings(
-    checkpoint: Checkpoint | None,
+    checkpoint: Checkpoint,
     config: RunConfig,
     task_settings: Mapping[str, Any],
     may_change: Sequence[str] = (),
@@ -261,7 +283,7 @@ def changed_settings(
     The task's settings at or below a name in `may_change` may change, and so may the run's
     settings in `free`.
     """
-    if checkpoint is None or "config" not in checkpoint.meta:
+    if "config" not in checkpoint.meta:
         return []
     now = flat_settings(config.model_dump(mode="json"))
     then = _saved_settings(checkpoint)

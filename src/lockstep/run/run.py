@@ -40,7 +40,8 @@ from lockstep.exact.reducer import ExactReducer
 from lockstep.plan import Contract
 from lockstep.run.average import Averages
 from lockstep.run.progress import Progress
-from lockstep.run.resume import changes_best
+from lockstep.run.rates import LearningRates
+from lockstep.run.resume import Resumed, changes_best
 from lockstep.run.saved_run import check_saved_run, load_progress
 from lockstep.step.train_step import TrainStep
 from lockstep.step.update import new_non_finite_flag
@@ -61,14 +62,12 @@ class Run:
     held_out: Any
     model: nn.Module
     optimizer: Optimizer
-    base_rates: list[float]
     averages: Averages
     scaler: torch.amp.GradScaler | None
     autocast: torch.autocast | None
     store: CheckpointStore
     progress: Progress = field(default_factory=Progress)
-    resumed_from: Checkpoint | None = None
-    rejected: list[tuple[Path, str]] = field(default_factory=list)
+    resumed: Resumed = field(default_factory=Resumed)
     fingerprints: dict[str, Any] = field(default_factory=dict)
     """Fingerprints of the data when the run began."""
     not_compared: list[str] = field(default_factory=list)
@@ -79,22 +78,12 @@ class Run:
     """How gradients are averaged over ranks, except in exact mode. Set your own before
     `replicate`; see docs/own_loop.md."""
     numerics: dict[str, str] = field(default_factory=dict)
-    rate_factor: float | None = None
-    """The last argument of `set_rate`."""
-    given_rates: list[float] = field(default_factory=list)
-    """The rate that `set_rate` gave each parameter group; empty before the first call."""
     optimizer_as_built: list[dict[str, Any]] = field(default_factory=list)
     """The settings of each parameter group as the task built or added it: a schedule may change
     them later."""
     trained_at_start: list[str] = field(default_factory=list)
     """The trained parameters of the model as the task built it."""
-    pending_optimizer: dict[str, Any] | None = None
-    """A saved optimizer state to load once this run has added the same parameter groups."""
     callbacks: Callbacks = field(default_factory=Callbacks)
-    unclaimed_states: list[str] = field(default_factory=list)
-    """Callbacks that have a state in the checkpoint but are not in this run."""
-    accepted: list[str] = field(default_factory=list)
-    """The changes since the checkpoint that `accept_changes` has accepted."""
     logged: dict[str, tuple[Tensor | float, int]] = field(default_factory=dict)
     """Sum and number of the values that callbacks logged on this rank since the last log line."""
     stop_reason: str = ""
@@ -107,10 +96,14 @@ class Run:
     """On a GPU: the sticky flag of the trainer's own steps, once it has taken one."""
     take_step: TrainStep | None = None
     """Takes the trainer's own steps, with the model as it was last replicated."""
+    trained: TrainedParameters = field(init=False)
+    """The trained parameters of the model as it was last replicated."""
+    rates: LearningRates = field(init=False)
 
     def __post_init__(self) -> None:
         self.trained = TrainedParameters(unwrap(self.model), self.optimizer)
-        self._note_groups()
+        self.rates = LearningRates(self.optimizer.param_groups)
+        self._note_settings()
 
     @property
     def agrees_on_memory(self) -> bool:
@@ -204,38 +197,12 @@ class Run:
         Raises:
             ConfigError: a group no longer has the rate that the last call gave it.
         """
-        groups = self.optimizer.param_groups
-        if len(groups) < len(self.base_rates):
-            raise ConfigError(
-                f"the optimizer has {len(groups)} parameter groups and had {len(self.base_rates)}",
-                "keep the groups, and freeze parameters with requires_grad_(False)",
-            )
-        self._refuse_other_rate()
-        self._note_groups()
-        for group, base in zip(groups, self.base_rates, strict=True):
-            group["lr"] = base * factor
-        self.given_rates = [group["lr"] for group in groups]
-        self.rate_factor = factor
+        self.rates.set(self.optimizer.param_groups, factor)
+        self._note_settings()  # of the same new groups as the rates
 
-    def _refuse_other_rate(self) -> None:
-        """Refuse a rate that a callback or a scheduler has set, since it would be overridden."""
+    def _note_settings(self) -> None:
+        """Remember the settings of parameter groups that are new."""
         groups = self.optimizer.param_groups
-        for number, (group, given) in enumerate(zip(groups, self.given_rates, strict=False)):
-            rate = group["lr"]
-            if not isinstance(rate, Tensor) and rate != given:
-                error = ConfigError(
-                    f"the learning rate of parameter group {number} was set to {rate:g}, and the "
-                    f"run's schedule, which had set {given:g}, would override it",
-                    "set rate and schedule in the config, or write the loop with a Trainer and "
-                    "without run.set_rate (docs/own_loop.md)",
-                )
-                error.is_before_update = True
-                raise error
-
-    def _note_groups(self) -> None:
-        """Remember the rates and settings of parameter groups that are new."""
-        groups = self.optimizer.param_groups
-        self.base_rates += [group["lr"] for group in groups[len(self.base_rates) :]]
         self.optimizer_as_built += map(_plain_settings, groups[len(self.optimizer_as_built) :])
 
     def replicate(self) -> None:
@@ -252,7 +219,7 @@ class Run:
         bucket_mb = self.config.gradients.bucket_mb
         self.model = replicate(self.model, self.world, averaging, bucket_mb, is_again)
         self.averages.add_trained()
-        pending = self.pending_optimizer
+        pending = self.resumed.pending_optimizer
         num_groups = len(pending["param_groups"]) if pending else 0
         self.trained = TrainedParameters(unwrap(self.model), self.optimizer, num_groups)
         self.take_step = self._build_step()
@@ -306,19 +273,21 @@ class Run:
             )
         together(self.world, lambda: self._check_optimized(began))
         check_same_optimizer(unwrap(self.model), self.optimizer, self.world)
-        pending = self.pending_optimizer
+        resumed = self.resumed
+        pending = resumed.pending_optimizer
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        self._note_groups()
+        self.rates.note_new(groups)
+        self._note_settings()
         if pending and len(groups) == len(pending["param_groups"]):
-            assert self.resumed_from is not None
-            built = self.resumed_from.meta.get("optimizer_as_built")
+            assert resumed.checkpoint is not None
+            built = resumed.checkpoint.meta.get("optimizer_as_built")
             together(self.world, lambda: self._load_optimizer(pending, built))
-            self.pending_optimizer = None
+            resumed.pending_optimizer = None
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-        if self.rate_factor is not None:  # applies it to added groups, too
-            self.set_rate(self.rate_factor)
+        if self.rates.factor is not None:  # applies it to added groups, too
+            self.set_rate(self.rates.factor)
         self.replicate()
         return describe_changes(began, ended)
 
@@ -340,18 +309,17 @@ class Run:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore what `parts` returned, except the task's state, which is already restored."""
         self._restore_trained(checkpoint)
-        self._restore_weights(checkpoint)
-        saved = checkpoint.load("optimizer")
-        if len(saved["param_groups"]) > len(self.optimizer.param_groups):
-            self.pending_optimizer = saved
+        optimizer_state = self._restore_weights(checkpoint)
+        if len(optimizer_state["param_groups"]) > len(self.optimizer.param_groups):
+            self.resumed.pending_optimizer = optimizer_state
         if "callbacks" in checkpoint.parts:
-            self.unclaimed_states = self.callbacks.load_state_dict(checkpoint.load("callbacks"))
+            states = checkpoint.load("callbacks")
+            self.resumed.unclaimed_states = self.callbacks.load_state_dict(states)
         self.progress = load_progress(checkpoint)
         if changes_best(checkpoint, self.config):
             self.progress.best = None
         self.progress.consumed = self._consumed_now(checkpoint)
         self.loader.seek(self.progress.step, self.progress.consumed)
-        self.resumed_from = checkpoint
 
     def rewind(self) -> int:
         """Restore the weights of the newest checkpoint, but not its position in the data.
@@ -377,7 +345,7 @@ class Run:
             return  # another model is refused when its weights are loaded
         if now != at_start:  # the task now trains other parameters on purpose
             changes = describe_changes(*name_changes(at_start, now))
-            self.accepted.append(f"trained parameters: {changes}")
+            self.resumed.accepted.append(f"trained parameters: {changes}")
             if not self.config.accept_changes:
                 raise ConfigError(
                     f"this model does not train the checkpoint's parameters: {changes}",
@@ -387,21 +355,26 @@ class Run:
         for name, parameter in named.items():
             parameter.requires_grad_(name in then)
 
-    def _restore_weights(self, checkpoint: Checkpoint) -> None:
-        """Restore model, optimizer, averages and scaler; an error names the checkpoint."""
+    def _restore_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Restore model, optimizer, averages and scaler; an error names the checkpoint.
+
+        Returns:
+            The saved state of the optimizer.
+        """
         try:
-            self._load_weights(checkpoint)
+            return self._load_weights(checkpoint)
         except CheckpointError as error:
             if str(checkpoint.path) in error.problem:
                 raise
             problem = f"{checkpoint.path}: {error.problem}"
             raise CheckpointError(problem, error.remedy) from error
 
-    def _load_weights(self, checkpoint: Checkpoint) -> None:
+    def _load_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
         load_model_state(unwrap(self.model), checkpoint.load("model"))
         built = checkpoint.meta.get("optimizer_as_built")
-        self._load_optimizer(checkpoint.load("optimizer"), built)
-        self.given_rates = []  # the checkpoint's are other ones
+        optimizer_state: dict[str, Any] = checkpoint.load("optimizer")
+        self._load_optimizer(optimizer_state, built)
+        self.rates.note_restored()
         for decay in self.config.averages:
             name = f"average_{decay}"
             saved = [p.partition("_")[2] for p in checkpoint.parts if p.startswith("average_")]
@@ -414,6 +387,7 @@ class Run:
             self.averages.load_state(decay, checkpoint.load(name), required=always)
         if self.scaler and "scaler" in checkpoint.parts:
             load_scaler(self.scaler, checkpoint.load("scaler"))
+        return optimizer_state
 
     def _load_optimizer(
         self, state: dict[str, Any], built: Sequence[Mapping[str, Any]] | None
@@ -443,7 +417,7 @@ class Run:
             changed = {name: wanted[name] for name in names}
             listed = ", ".join(f"{n} {old.get(n)} -> {new[n]}" for n in names)
             if changed:
-                self.accepted.append(f"optimizer: {listed}")
+                self.resumed.accepted.append(f"optimizer: {listed}")
             if changed and not self.config.accept_changes:
                 raise ConfigError(
                     f"the checkpoint was trained with another optimizer: {listed}",

@@ -18,13 +18,11 @@ from torch import Tensor
 from lockstep.checkpoint import Checkpoint
 from lockstep.checkpoint.layout import damaged
 from lockstep.checkpoint.manifest import Count, Text, first_fault, in_brief
+from lockstep.plan import MAX_COUNT, BatchPlan, Contract
 from lockstep.plan import OLD_NAMES as PLAN_NAMES
-from lockstep.plan import BatchPlan, Contract
 from lockstep.run.progress import OLD_NAMES as PROGRESS_NAMES
 from lockstep.run.progress import Progress
 
-MAX_SAMPLES: Final = 2**62
-"""The length of a stream."""
 MAX_HALVINGS: Final = 62
 MAX_NAMES: Final = 16
 """The most names of one checkpoint: of the best one, of an epoch, of a step."""
@@ -130,7 +128,7 @@ def _check_contract(contract: Mapping[str, Any]) -> None:
     _check_fields(BatchPlan, plan, "contract.plan")
     for name, value in plan.items():
         lowest = 0 if name in ("halvings", "planned_for", "split_for_ranks") else 1
-        highest = MAX_HALVINGS if name == "halvings" else MAX_SAMPLES
+        highest = MAX_HALVINGS if name == "halvings" else MAX_COUNT
         if not lowest <= value <= highest:
             raise ValueError(
                 f"contract.plan.{name} is {in_brief(value)}, not between {lowest} and {highest}"
@@ -181,7 +179,7 @@ def _check_progress(state: Any, checkpoint: Checkpoint) -> None:
             f"consumed is {in_brief(consumed)}, the checkpoint's is "
             f"{in_brief(checkpoint.meta.get('consumed'))}"
         )
-    if not 0 <= consumed < MAX_SAMPLES:
+    if not 0 <= consumed < MAX_COUNT:
         raise ValueError(f"consumed is {in_brief(consumed)}, more than any run consumes")
     _check_ledger(state["ledger"], checkpoint.meta.get("ledger"))
     best = state.get("best")
@@ -203,7 +201,7 @@ def _check_progress(state: Any, checkpoint: Checkpoint) -> None:
 
 def _check_ledger(ledger: Any, said: Any) -> None:
     is_pair = isinstance(ledger, list | tuple) and [type(value) for value in ledger] == [int, int]
-    if not is_pair or not (0 <= ledger[0] < 2**64 and 0 <= ledger[1] < MAX_SAMPLES):
+    if not is_pair or not (0 <= ledger[0] < 2**64 and 0 <= ledger[1] < MAX_COUNT):
         raise ValueError(f"ledger is {in_brief(ledger)}, not a digest and a count")
     if said is not None and said != f"{ledger[0]:016x}":
         raise ValueError(f"ledger is {ledger[0]:016x}, the checkpoint's is {in_brief(said)}")

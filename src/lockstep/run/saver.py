@@ -49,7 +49,7 @@ class Saver:
         self.record = record
         self.writer: BackgroundWriter = BackgroundWriter()
         stack.push(self._close)
-        self.saved_step = run.progress.step if run.resumed_from else None
+        self.saved_step = run.progress.step if run.resumed.checkpoint else None
         self.committed_step = self.saved_step
         """The newest step whose checkpoint is known to be complete on disk."""
         self.is_last = False
@@ -60,7 +60,7 @@ class Saver:
         """The best metric that has a checkpoint."""
         self._best_pending = run.progress.best
         """The value of `_best_saved` once the current save is done."""
-        self._lost_step: int | None = -1
+        self._lost_step: int | None = None
         """The step of a best checkpoint that could not be saved."""
         self._lost_best: float | None = None
         """The metric of that checkpoint."""

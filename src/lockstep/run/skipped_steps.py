@@ -20,11 +20,12 @@ MAX_SKIPPED = 10
 
 def is_finite(report: StepReport, run: Run) -> bool:
     """Return whether a step is finite, the same on every rank; this waits for the device."""
-    # With a scaler, gradients overflow regularly: it skips the step and lowers the scale.
+    # With a scaler, gradients overflow regularly: it skips the step and lowers the scale. So
+    # only the loss counts here, and the weight, which makes the gradient NaN if it is negative.
     if run.scaler:
         loss_sum, weight = report.sums[:2].tolist()
         return math.isfinite(loss_sum) and weight >= 0
-    return math.isfinite(float(report.loss_sum + report.grad_norm))
+    return bool(report.finite)
 
 
 class SkippedSteps:

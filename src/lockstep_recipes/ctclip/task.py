@@ -78,6 +78,8 @@ class CTClipTask(Task):
     def __init__(self, config: CTClipConfig, prepared_as: Shape | None = None) -> None:
         self.config = config
         self.prepared_as = prepared_as
+        self.launch_lines: list[str] = []
+        """Lines about the launch, for the banner."""
         self._seen: list[dict[str, Tensor]] = []
 
     def settings(self) -> dict[str, Any]:
@@ -85,11 +87,11 @@ class CTClipTask(Task):
         return self.config.model_dump(mode="json")
 
     def banner(self, world: World, contract: Contract) -> list[str]:
-        """Return the number of pairs in the loss, and the metrics that cannot be measured."""
+        """Return the launch, the number of pairs in the loss, and what cannot be measured."""
         plan = contract.plan
         exact = self.config.run_config().exact
         num_pairs = plan.global_batch if exact else plan.samples_at_once
-        lines = [f"Pairs compared in the loss: {num_pairs}"]
+        lines = [*self.launch_lines, f"Pairs compared in the loss: {num_pairs}"]
         if self.entries[1] and not self.findings:
             lines.append("warning: held-out volumes have no labels; only retrieval is measured")
         lacking = sum(not set(self.findings) <= e.findings.keys() for e in self.entries[1])

@@ -39,8 +39,8 @@ def run(config: CTClipConfig, task: CTClipTask | None = None) -> RunResult:
         run = prepare(task, config.run_config(precision), world, stack)
         check_same("findings", " ".join(task.findings), world)
         precision = {"fp32": "no"}.get(run.config.precision, run.config.precision)
-        lines = [*banner(accelerator, world), f"Mixed precision: {precision}"]
-        trainer = Trainer(run, signals, stack, extra_lines=lines)
+        task.launch_lines = [*banner(accelerator, world), f"Mixed precision: {precision}"]
+        trainer = Trainer(run, signals, stack)
         if config.logging.profile_timing:
             trainer.events.listeners.append(timing(trainer.events))
         loader = run.loader

@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, LaunchError
 from lockstep.plan import Contract
 from lockstep.run.build import prepare
 from lockstep.run.record import banner
-from lockstep.run.resume import agree_on_contract
+from lockstep.run.resume import fresh_contract
 from lockstep.run.run import Run
 from lockstep.testing import FakeWorld, run_ranks
 from lockstep_recipes.ctclip.config import CTClipConfig
@@ -85,7 +85,7 @@ def built(config: CTClipConfig, ranks: int = 1) -> Run:
 
 
 def contract_of(config: CTClipConfig, num_samples: int, ranks: int) -> Contract:
-    return agree_on_contract(config.run_config(), range(num_samples), ranks)
+    return fresh_contract(config.run_config(), range(num_samples), ranks)
 
 
 Check = Callable[[Run], object]
