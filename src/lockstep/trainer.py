@@ -111,7 +111,7 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack, callbacks)
         trainer = Trainer(run, signals, stack)
-        trainer.runs_alone = True
+        trainer.is_fit_loop = True
         plan = run.loader.plan
         total_steps = run.loader.total_steps
         schedule = build_schedule(run.config.schedule, plan.steps_per_epoch, total_steps)
@@ -153,9 +153,9 @@ class Trainer:
         """Why a callback ended the steps early."""
         self.stops_unsaved = False
         """Whether that callback asked for no last checkpoint."""
-        self.runs_alone = False
-        """Whether no code outside the trainer runs between two steps, which could change something
-        that ranks must agree on. Then they agree only when the votes of a step ask for it."""
+        self.is_fit_loop = False
+        """Whether the loop is that of `fit`, in which no other code runs between two steps. Then
+        ranks agree before a step only if a vote of the one before asks for it."""
         self.has_finished = False
         """Whether everything is saved and nothing is left to do."""
         self._announced_step = self.saver.saved_step
@@ -285,7 +285,7 @@ class Trainer:
     def _agrees_within_steps(self) -> bool:
         """Whether the votes of a step say if ranks must agree before the next one."""
         overrides = self.run.callbacks.overrides
-        return self.runs_alone and not (overrides("on_step_start") or overrides("on_step_end"))
+        return self.is_fit_loop and not (overrides("on_step_start") or overrides("on_step_end"))
 
     def _look_ahead(self) -> bool:
         """Read the next batch, between the passes of a step and its votes.
