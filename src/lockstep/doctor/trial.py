@@ -18,9 +18,9 @@ from lockstep.doctor.command import Command
 from lockstep.doctor.findings import Findings, findings_file
 from lockstep.doctor.network import without_launch
 from lockstep.harness.attach import attached, write_settings
-from lockstep.harness.command import POLL_S, RunningCommand
+from lockstep.harness.command import RunningCommand, follow
 from lockstep.harness.failure import Failure
-from lockstep.harness.runs import CommandRuns, let_end
+from lockstep.harness.runs import CommandRuns
 
 CALLBACK = "lockstep.doctor.callback:DoctorCallback"
 """A name, not an import: `lockstep doctor` itself does not import torch."""
@@ -79,28 +79,14 @@ def _try_ranks(
         try:
             commands = runs.start(folder, num_ranks)
             try:
-                has_ended = _wait(commands, deadline)
+                left_s = deadline - time.monotonic()
+                has_ended = follow(commands, lambda: (None, left_s)) is not None
             finally:
                 for started in commands:
                     started.close()
             return _read(folder, commands, has_ended)
         finally:
             remove_scratch(folder)
-
-
-def _wait(commands: Sequence[RunningCommand], deadline: float) -> bool:
-    """Wait until all ranks have ended, or one has failed; return False at the deadline."""
-    while time.monotonic() < deadline:
-        codes = [command.code for command in commands]
-        for command in commands:
-            command.note_children()
-        if None not in codes:
-            return True
-        if any(codes):  # the others wait for it, or are about to notice
-            let_end(commands, deadline)
-            return True
-        time.sleep(POLL_S)
-    return False
 
 
 def _read(folder: Path, commands: Sequence[RunningCommand], has_ended: bool) -> Findings:

@@ -1,7 +1,7 @@
 """A command started by a tool.
 
-Owns: the process and all its descendants, none of which outlives the tool. Does not own: why the
-command was started, or when it has done enough.
+Owns: the process and all its descendants, none of which outlives the tool, and waiting for its end.
+Does not own: why the command was started, or what counts as progress.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,8 @@ START_S = 60.0
 """The least time that a command gets to its first sign of life, since it imports torch."""
 LAUNCHER_S = 40.0
 """How long a launcher may take to detect that a rank has died."""
+GRACE_S = 5.0
+"""How long ranks may continue after one of them has failed."""
 
 
 @contextlib.contextmanager
@@ -108,6 +110,42 @@ class RunningCommand:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def follow(
+    commands: Sequence[RunningCommand],
+    progress: Callable[[], tuple[object, float]],
+    is_enough: Callable[[], bool] = lambda: False,
+) -> int | None:
+    """Wait until all commands have ended, one has failed, or `is_enough()`.
+
+    Args:
+        commands: The commands to watch. After a failure the others may report their errors.
+        progress: Returns a value that changes with progress, and how long it may stay the same.
+        is_enough: Called after `progress`.
+
+    Returns:
+        The exit code of the first command that failed, or 0; None without progress.
+    """
+    value: object = None
+    last = time.monotonic()
+    while True:
+        codes = [command.code for command in commands]
+        for command in commands:
+            command.note_children()
+        now_value, limit_s = progress()
+        if now_value != value:
+            value = now_value
+            last = time.monotonic()
+        if None not in codes or any(codes) or is_enough():
+            break
+        if time.monotonic() - last > limit_s:
+            return None
+        time.sleep(POLL_S)
+    deadline = min(time.monotonic() + GRACE_S, last + limit_s)
+    while any(codes) and time.monotonic() < deadline and None in [one.code for one in commands]:
+        time.sleep(POLL_S)
+    return next(filter(None, codes), 0)
 
 
 def children_of(process: psutil.Process) -> list[psutil.Process]:

@@ -4,7 +4,6 @@ Owns: starting the ranks, watching them, starting them again after a kill, and r
 Does not own: the callbacks in them (`callback.py` of each tool), or the use of their results.
 """
 
-import math
 import os
 import shutil
 import tempfile
@@ -17,12 +16,9 @@ from typing import Any
 
 from lockstep.errors import LaunchError
 from lockstep.harness.attach import KILLED, TRACE, write_settings
-from lockstep.harness.command import LAUNCHER_S, POLL_S, START_S, RunningCommand
+from lockstep.harness.command import LAUNCHER_S, START_S, RunningCommand, follow
 from lockstep.harness.failure import Failure
 from lockstep.harness.ranks import free_port, rank_variables
-
-GRACE_S = 5.0
-"""How long ranks may continue after one of them has failed."""
 
 
 @dataclass
@@ -147,28 +143,20 @@ class CommandRuns:
 
         After a kill a launcher has time to react, and may restart the ranks.
         """
-        size = -1
-        last = time.monotonic()
-        while True:
-            codes = [command.code for command in commands]
-            for command in commands:
-                command.note_children()
-            if all(code == 0 for code in codes):
-                return ""
-            if failed := [code for code in codes if code]:
-                let_end(commands)
-                return f"exit code {failed[0]}" if failed[0] > 0 else f"signal {-failed[0]}"
+        limit_s = self.limit_s
+
+        def progress() -> tuple[int, float]:
+            nonlocal limit_s
             traces = list((folder / TRACE).glob("rank_*.jsonl"))
-            now = sum(path.stat().st_size for path in traces)
-            if now != size:
-                size = now
-                last = time.monotonic()
             limit_s = self.limit_s if traces else max(self.limit_s, START_S)
             if may_be_killed and (folder / KILLED).exists():
                 limit_s = min(limit_s, LAUNCHER_S)
-            if time.monotonic() - last > limit_s:
-                return f"no progress for {limit_s:g} s"
-            time.sleep(POLL_S)
+            return sum(path.stat().st_size for path in traces), limit_s
+
+        code = follow(commands, progress)
+        if code is None:
+            return f"no progress for {limit_s:g} s"
+        return f"exit code {code}" if code > 0 else f"signal {-code}" if code else ""
 
     def _failure(self, name: str, commands: Sequence[RunningCommand], ended: str) -> LaunchError:
         """Return the error for a run that failed."""
@@ -180,10 +168,3 @@ class CommandRuns:
             f"the command failed ({name}: {ended}): {failure.problem}{where}",
             f"read its output in {command.output}; {advice}",
         )
-
-
-def let_end(commands: Sequence[RunningCommand], deadline: float = math.inf) -> None:
-    """Give the other ranks a short time to report their errors."""
-    deadline = min(deadline, time.monotonic() + GRACE_S)
-    while time.monotonic() < deadline and any(command.code is None for command in commands):
-        time.sleep(POLL_S)

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from lockstep.harness.attach import KILLED, attached, read_notes
-from lockstep.harness.command import LAUNCHER_S, POLL_S, START_S, RunningCommand, children_of
+from lockstep.harness.command import LAUNCHER_S, START_S, RunningCommand, children_of, follow
 from lockstep.harness.failure import Failure
 from lockstep.observe.events import read_events
 from lockstep.rehearse.callback import CALLBACK
@@ -162,27 +162,23 @@ class Rehearsal:
 
         The result is "hung" after `limit_s` without a new record.
         """
-        num_records = -1
-        last = time.monotonic()
-        while True:
-            code = command.code
-            command.note_children()
+        records: Records
+
+        def progress() -> tuple[int, float]:
+            nonlocal records
             records = self._records()
             self._detect_phases(records)
-            if records[until]:
-                return ""
-            if code is not None:
-                return f"exit code {code}" if code >= 0 else f"ended by signal {-code}"
-            num = sum(map(len, records.values()))
-            if num != num_records:
-                num_records = num
-                last = time.monotonic()
             has_begun = any(note["time"] > command.began for note in records["process"])
             limit_s = self.limit_s if has_begun else max(self.limit_s, START_S)
-            if time.monotonic() - last > limit_s:
-                self._print_stacks(command)
-                return HUNG
-            time.sleep(POLL_S)
+            return sum(map(len, records.values())), limit_s
+
+        code = follow([command], progress, lambda: bool(records[until]))
+        if records[until]:
+            return ""
+        if code is None:
+            self._print_stacks(command)
+            return HUNG
+        return f"exit code {code}" if code >= 0 else f"ended by signal {-code}"
 
     def _print_stacks(self, command: RunningCommand) -> None:
         """Make hung ranks and their loader workers print their stacks and end."""
@@ -201,16 +197,15 @@ class Rehearsal:
         (self.folder / KILLED).touch()
         self.killed_at = time.time()
         os.kill(saved["pid"], signal.SIGKILL)
-        deadline = time.monotonic() + LAUNCHER_S
-        was_restarted = False
-        while command.code is None and not was_restarted and time.monotonic() < deadline:
-            command.note_children()
-            time.sleep(POLL_S)
-            was_restarted = bool(self._records(after_kill=True)["process"])
+        has_reacted = follow(
+            [command],
+            lambda: (None, LAUNCHER_S),
+            is_enough=lambda: bool(self._records(after_kill=True)["process"]),
+        )
         took_s = time.time() - self.killed_at
         if command.code is not None:
             how = f"the command ended with {command.code} after {took_s:.1f} s"
-        elif was_restarted:
+        elif has_reacted is not None:
             how = "the launcher started the ranks again"
         else:
             how = f"the command had not ended after {took_s:.0f} s, and was killed"
