@@ -99,7 +99,7 @@ class RunningCommand:
     def note_children(self) -> None:
         """List descendants now: a re-parented process cannot be found later."""
         if self.code is None:
-            self.family |= set(children_of(psutil.Process(self.process.pid)))
+            self.family |= descendants(psutil.Process(self.process.pid))
 
     def close(self) -> None:
         """Kill all processes that are still running."""
@@ -148,8 +148,8 @@ def follow(
     return next(filter(None, codes), 0)
 
 
-def children_of(process: psutil.Process) -> list[psutil.Process]:
-    """Return all descendants of a process, or [] if it has ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return list(process.children(recursive=True))
-    return []
+def descendants(process: psutil.Process | None = None) -> set[psutil.Process]:
+    """Return all descendants of a process, by default of this one; none if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return set((process or psutil.Process()).children(recursive=True))
+    return set()

@@ -25,6 +25,7 @@ from typing import NoReturn, Self
 
 import psutil
 
+from lockstep.harness.command import descendants
 from lockstep.launch.ranks import Ranks, has_work
 from lockstep.signals import (
     ECHO_S,
@@ -278,14 +279,6 @@ def remove_semaphores() -> None:
     """Remove the named semaphores and sockets, as `multiprocessing` does when Python ends."""
     with suppress(Exception):
         util._run_finalizers()  # type: ignore[attr-defined]
-
-
-def descendants() -> set[psutil.Process]:
-    """Return all descendants of this process."""
-    try:
-        return set(psutil.Process().children(recursive=True))
-    except psutil.Error:
-        return set()
 
 
 def kill_all(family: set[psutil.Process]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from lockstep.harness.attach import KILLED, attached, read_notes
-from lockstep.harness.command import LAUNCHER_S, START_S, RunningCommand, children_of, follow
+from lockstep.harness.command import LAUNCHER_S, START_S, RunningCommand, descendants, follow
 from lockstep.harness.failure import Failure
 from lockstep.observe.events import read_events
 from lockstep.rehearse.callback import CALLBACK
@@ -185,7 +185,7 @@ class Rehearsal:
         pids = {note["pid"] for note in self._records()["process"]}
         alive = [psutil.Process(command.process.pid), *command.family]
         ranks = [process for process in alive if process.pid in pids]
-        workers = [child for rank in ranks for child in children_of(rank)]
+        workers = [child for rank in ranks for child in descendants(rank)]
         for process in [*workers, *ranks]:  # one after another, so that output is not mixed
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGABRT)
