@@ -22,12 +22,12 @@ from torch.distributed.rendezvous import rendezvous
 from lockstep.dist.addresses import (
     LOOPBACK,
     check_loopback,
-    interface_towards,
+    choose_interface,
     listen_at,
     names_loopback,
 )
 from lockstep.dist.detect import Launch
-from lockstep.dist.environment import default_variable, group_timeout_s
+from lockstep.dist.environment import group_timeout_s
 from lockstep.errors import LaunchError
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -56,15 +56,6 @@ def _open_store(launch: Launch, timeout: datetime.timedelta) -> Any:
         timeout=timeout,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-
-
-def _stay_on_this_machine(launch: Launch) -> None:
-    """Make gloo and NCCL listen on loopback only, if all ranks are on this machine."""
-    if launch.local_size == launch.size and names_loopback(launch.head):
-        interface = interface_towards(LOOPBACK)
-        if interface is not None:
-            default_variable("GLOO_SOCKET_IFNAME", interface)
-            default_variable("NCCL_SOCKET_IFNAME", interface)
 
 
 def check_group(launch: Launch) -> str:
@@ -133,7 +124,8 @@ def make_group(launch: Launch, place: torch.device, timeout_s: float) -> tuple[O
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         kept = _stores.get(launch) or _open_store(launch, timeout)
-        _stay_on_this_machine(launch)
+        if launch.local_size == launch.size and names_loopback(launch.head):
+            choose_interface(LOOPBACK)
         store = dist.PrefixStore(f"group_{_num_groups}", kept)  # type: ignore[attr-defined]
         # NCCL refuses two ranks on one GPU; gloo supports them, through host memory.
         own_gpu = place.type == "cuda" and not _shares_gpu(launch, store, place)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING
 
-from lockstep.dist.addresses import LOOPBACK, check_loopback, interface_towards
+from lockstep.dist.addresses import LOOPBACK, check_loopback, choose_interface
 from lockstep.errors import LaunchError, plain, shown, write_stderr
 from lockstep.launch.handshake import TOKEN_VARIABLE
 from lockstep.launch.member import Membership, Place, parse_head
@@ -105,21 +105,8 @@ def _meet_other_nodes(command: LaunchRequest) -> Membership | None:
         num_ranks = sum(membership.processes)
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks do not need it, and may log their environment
     os.environ["LOCKSTEP_EXPECTED_RANKS"] = str(num_ranks)
-    _choose_interface(parse_head(command.head)[0] if command.num_nodes > 1 else LOOPBACK)
+    choose_interface(parse_head(command.head)[0] if command.num_nodes > 1 else LOOPBACK)
     return membership
-
-
-def _choose_interface(host: str) -> None:
-    """Let gloo listen only on the interface that leads to `host`.
-
-    On one node NCCL is limited to loopback too. Between nodes it chooses its interface itself,
-    because it knows about InfiniBand.
-    """
-    interface = interface_towards(host)
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if interface is not None and host == LOOPBACK:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def _run_ranks(
