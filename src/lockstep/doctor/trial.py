@@ -20,6 +20,7 @@ from lockstep.doctor.network import without_launch
 from lockstep.harness.attach import attached, write_settings
 from lockstep.harness.command import RunningCommand, follow
 from lockstep.harness.failure import Failure
+from lockstep.harness.ranks import given_threads
 from lockstep.harness.runs import CommandRuns
 
 CALLBACK = "lockstep.doctor.callback:DoctorCallback"
@@ -71,7 +72,7 @@ def _try_ranks(
                 "LOCKSTEP_PLANNED_RANKS": str(command.world_size),
             },
             limit_s=0,
-            threads=int(base["OMP_NUM_THREADS"]),
+            threads=given_threads(base) or 1,
             base=base,
             work_folder=command.folder,
         )

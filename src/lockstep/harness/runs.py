@@ -18,7 +18,7 @@ from lockstep.errors import LaunchError
 from lockstep.harness.attach import KILLED, TRACE, write_settings
 from lockstep.harness.command import LAUNCHER_S, START_S, RunningCommand, follow
 from lockstep.harness.failure import Failure
-from lockstep.harness.ranks import free_port, rank_variables
+from lockstep.harness.ranks import free_port, given_threads, rank_variables
 
 
 @dataclass
@@ -76,8 +76,7 @@ class CommandRuns:
         self.tell = tell
         self.base = base
         self.work_folder = work_folder
-        given = int(os.environ.get("OMP_NUM_THREADS", "1"))
-        self.threads = given if threads is None else threads
+        self.threads = (given_threads(os.environ) or 1) if threads is None else threads
 
     def run(self, name: str, ranks: int, settings: Mapping[str, Any]) -> Path:
         """Run the command, and again after a kill; return the folder of its files.
