@@ -112,9 +112,9 @@ class World(Collectives):
         if launch.size == 1:
             return cls(launch, place, None)
         seconds = group_timeout_s(DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
-        position.own.begin_join()
+        position.this_rank.begin_join()
         own, backend = make_group(launch, place, seconds)
-        position.own.end_join()
+        position.this_rank.end_join()
         world = cls(launch, place, backend)
         world._made = own.group
         return world

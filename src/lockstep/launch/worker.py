@@ -52,7 +52,7 @@ def work(*words: str) -> None:
     if os.environ["LOCAL_RANK"] == "0":
         keep_log(folder)  # before signals are unblocked: its copier must outlive a signal to all
     with suppress(OSError):  # if the disk is full, the run continues and its launcher knows less
-        position.own.share(folder / POSITION)
+        position.this_rank.share(folder / POSITION)
     faulthandler.register(signal.SIGUSR2, (folder / PLACE).open("w"), all_threads=False)
     sys.excepthook = lambda kind, error, trace: leave_record(folder, code_of(error), error)
     code = 0
