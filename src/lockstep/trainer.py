@@ -34,7 +34,7 @@ from lockstep.dist.same_state import check_same_weights
 from lockstep.dist.training_buffers import TrainingBuffers
 from lockstep.dist.world import World
 from lockstep.errors import (
-    SPEAK_FIRST_S,
+    EXIT_DELAY_S,
     CheckpointError,
     ConfigError,
     LockstepError,
@@ -450,7 +450,7 @@ class Trainer:
             self._save()
         self.saver.finish_save()
         if isinstance(problem, OtherRankError):
-            time.sleep(SPEAK_FIRST_S)  # only the other rank has the traceback
+            time.sleep(EXIT_DELAY_S)  # only the other rank has the traceback
         raise_together(self.run.world, problem)
 
     def _update_trained(self) -> None:
