@@ -68,7 +68,7 @@ FAR_AWAY = 10**6
 """Maximum steps of a trial. It stops long before, so that nothing is due at its end."""
 CUSTOM_LOOP = "a custom loop: only its first step was checked"
 
-PHASE_NAMES: dict[Phase, str] = {
+TRIAL_PHASE_OF: dict[Phase, str] = {
     "open folder": "folder",
     "build data": "data",
     "find checkpoint": "resume",
@@ -124,10 +124,9 @@ class DoctorCallback(Callback):
         found = self.found
         found.phase = phase
         found.failed_at = time.time()
-        said = one_line(error), ""
+        found.problems[phase] = [one_line(error), ""]
         if isinstance(error, LockstepError):
-            said = error.problem, error.remedy
-        found.problems[phase] = [*said]
+            found.problems[phase] = [error.problem, error.remedy]
         found.write(self.file)
 
     def check(self, phase: str, action: Callable[[], Checked]) -> Checked:
@@ -141,7 +140,7 @@ class DoctorCallback(Callback):
 
     def note_phase(self, phase: Phase, begins: bool) -> None:
         """Record a phase of the run; end the process if it failed."""
-        name = PHASE_NAMES.get(phase)
+        name = TRIAL_PHASE_OF.get(phase)
         if name is None:
             return
         if begins:

@@ -19,7 +19,7 @@ from lockstep.doctor.findings import Findings, findings_file
 from lockstep.doctor.network import without_launch
 from lockstep.harness.attach import attached, write_settings
 from lockstep.harness.command import RunningCommand, follow
-from lockstep.harness.failure import Failure
+from lockstep.harness.failure import CommandFailure
 from lockstep.harness.ranks import given_threads
 from lockstep.harness.runs import CommandRuns
 
@@ -107,7 +107,7 @@ def _read(folder: Path, commands: Sequence[RunningCommand], has_ended: bool) -> 
     elif failed is not None and failed.process.returncode == -signal.SIGKILL:
         found.problems["step" if is_through else "script"] = ["it was killed: out of memory", ""]
     elif failed is not None:
-        failure = Failure.read(failed.text)
+        failure = CommandFailure.read(failed.text)
         found.problems[found.phase] = [failure.problem, failure.advice]
     return found
 

@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.errors import LaunchError
 from lockstep.harness.attach import KILLED, TRACE, write_settings
 from lockstep.harness.command import LAUNCHER_S, START_S, RunningCommand, follow
-from lockstep.harness.failure import Failure
+from lockstep.harness.failure import CommandFailure
 from lockstep.harness.ranks import free_port, given_threads, rank_variables
 
 
@@ -160,7 +160,7 @@ class CommandRuns:
     def _failure(self, name: str, commands: Sequence[RunningCommand], ended: str) -> LaunchError:
         """Return the error for a run that failed."""
         command = next((command for command in commands if command.code), commands[0])
-        failure = Failure.read(command.text)
+        failure = CommandFailure.read(command.text)
         advice = failure.advice or "run the command by itself"
         where = f" at {failure.place}" if failure.place else ""
         return LaunchError(

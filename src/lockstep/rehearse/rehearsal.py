@@ -23,11 +23,11 @@ import psutil
 
 from lockstep.harness.attach import KILLED, attached, read_notes
 from lockstep.harness.command import LAUNCHER_S, START_S, RunningCommand, descendants, follow
-from lockstep.harness.failure import Failure
+from lockstep.harness.failure import CommandFailure
 from lockstep.observe.events import read_events
 from lockstep.rehearse.callback import CALLBACK
 
-PHASES = ("start", "train", "log", "validate", "save", "kill", "resume", "finish")
+REHEARSED = ("start", "train", "log", "validate", "save", "kill", "resume", "finish")
 HUNG = "hung"
 STACK_S = 3.0
 """How long a hung process may take to print its stack."""
@@ -39,7 +39,7 @@ Records = defaultdict[str, list[Record]]
 
 
 @dataclass
-class Phase:
+class PhaseResult:
     """A part of a run, and whether it worked."""
 
     phase: str
@@ -54,15 +54,17 @@ class Report:
     """The result of a rehearsal."""
 
     command: list[str]
-    phases: list[Phase] = field(default_factory=lambda: [Phase(name) for name in PHASES])
+    phases: list[PhaseResult] = field(
+        default_factory=lambda: [PhaseResult(name) for name in REHEARSED]
+    )
     folder: str | None = None
     """The folder of the rehearsed run."""
     output: str | None = None
     """The file with the command's output, which is kept unless the rehearsal passed."""
     without: tuple[str, ...] = ()
 
-    def __getitem__(self, name: str) -> Phase:
-        return self.phases[PHASES.index(name)]
+    def __getitem__(self, name: str) -> PhaseResult:
+        return self.phases[REHEARSED.index(name)]
 
     @property
     def failed(self) -> str | None:
@@ -104,7 +106,7 @@ class Rehearsal:
         folder: Path,
         limit_s: float,
         without: Sequence[str] = (),
-        on_phase: Callable[[Phase], None] = lambda phase: None,
+        on_phase: Callable[[PhaseResult], None] = lambda phase: None,
     ) -> None:
         self.folder = folder
         self.limit_s = limit_s
@@ -114,7 +116,7 @@ class Rehearsal:
             **attached(folder, CALLBACK),
             "LOCKSTEP_REHEARSAL": "1",
             "LOCKSTEP_REHEARSAL_FOLDER": str(folder),
-            "LOCKSTEP_TRACEBACK": "1",  # `Failure` reads it
+            "LOCKSTEP_TRACEBACK": "1",  # `CommandFailure` reads it
         }
         self.began = time.time()
         self.killed_at: float | None = None
@@ -261,7 +263,8 @@ class Rehearsal:
         if ended == "exit code 0":
             self._judge_exit()
             return
-        failure = (Failure.read_stacks if ended == HUNG else Failure.read)(command.text)
+        read = CommandFailure.read_stacks if ended == HUNG else CommandFailure.read
+        failure = read(command.text)
         name = next(phase.phase for phase in self.report.phases if phase.verdict == "not seen")
         if name == "validate" and failure.is_about_saving:  # the run has no held-out data
             name = "save"
