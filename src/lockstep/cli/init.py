@@ -45,10 +45,10 @@ def init(kind: str, script: str, args: Sequence[str], force: bool) -> list[str]:
             "run lockstep init in the folder of the script",
         )
     files, commands = _files(kind, script, args)
-    said = write_all(files, force=force)
+    lines = write_all(files, force=force)
     if not os.path.exists(script):
-        said.append(f"there is no {script} here yet; lockstep new creates one to start from")
-    return [*said, *(f"  use: {command}" for command in commands)]
+        lines.append(f"there is no {script} here yet; lockstep new creates one to start from")
+    return [*lines, *(f"  use: {command}" for command in commands)]
 
 
 def _files(kind: str, script: str, args: Sequence[str]) -> tuple[list[Made], list[str]]:

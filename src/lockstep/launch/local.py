@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from lockstep.dist.addresses import LOOPBACK, check_loopback, choose_interface
 from lockstep.errors import LaunchError, plain, shown, write_stderr
 from lockstep.launch.handshake import TOKEN_VARIABLE
-from lockstep.launch.member import Membership, Place, parse_head
+from lockstep.launch.member import Membership, NodeConfig, parse_head
 from lockstep.launch.stopping import SIGNALS, Stopped, StopRequest
 from lockstep.launch.worker import check_module, check_script, work
 from lockstep.text_input import LARGEST
@@ -65,20 +65,20 @@ def launch(command: LaunchRequest) -> int:
     cores_each = max(1, (os.cpu_count() or 1) // command.num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_each))
     # If the launcher was told to ignore a signal (`nohup`, a shell's `&`), its ranks ignore it too.
-    heard = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    handled = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # none: `StopRequest` handles them
-    with StopRequest(heard, os.environ, _kill_wait_s) as stop:
+    with StopRequest(handled, os.environ, _kill_wait_s) as stop:
         try:
-            return _launch(command, stop, heard)
+            return _launch(command, stop, handled)
         except Stopped:  # before the agent was created
             assert stop.requested is not None
             return 128 + int(stop.requested)
 
 
-def _launch(command: LaunchRequest, stop: StopRequest, heard: Sequence[str]) -> int:
+def _launch(command: LaunchRequest, stop: StopRequest, handled: Sequence[str]) -> int:
     membership = _meet_other_nodes(command)
     try:
-        return _run_ranks(command, membership, stop, heard)
+        return _run_ranks(command, membership, stop, handled)
     finally:
         if membership is not None:
             membership.leave()
@@ -94,14 +94,14 @@ def _meet_other_nodes(command: LaunchRequest) -> Membership | None:
     num_ranks = command.num_processes
     if command.num_nodes > 1:
         _check_gpus(command.num_processes)
-        place = Place(
+        config = NodeConfig(
             command.node_rank,
             command.num_nodes,
             command.num_processes,
             command.head,
             command.wait_s,
         )
-        membership = Membership(place, os.environ)
+        membership = Membership(config, os.environ)
         num_ranks = sum(membership.processes)
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks do not need it, and may log their environment
     os.environ["LOCKSTEP_EXPECTED_RANKS"] = str(num_ranks)
@@ -113,10 +113,10 @@ def _run_ranks(
     command: LaunchRequest,
     membership: Membership | None,
     stop: StopRequest,
-    heard: Sequence[str],
+    handled: Sequence[str],
 ) -> int:
     """Start the ranks of this node and return the exit code of the first that failed, or 0."""
-    with _as_nobody(), _held_back(heard):
+    with _as_nobody(), _held_back(handled):
         multiprocessing.set_forkserver_preload(preloaded(command.restarts))
         forkserver.ensure_running()  # imports torch in parallel with this process
 
