@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from lockstep.dist.addresses import LOOPBACK, check_loopback, choose_interface
 from lockstep.errors import LaunchError, plain, shown, write_stderr
 from lockstep.launch.handshake import TOKEN_VARIABLE
-from lockstep.launch.member import Membership, NodeConfig, parse_head
+from lockstep.launch.member import Membership, parse_head
 from lockstep.launch.stopping import SIGNALS, Stopped, StopRequest
 from lockstep.launch.worker import check_module, check_script, work
 from lockstep.text_input import LARGEST
@@ -94,14 +94,7 @@ def _meet_other_nodes(command: LaunchRequest) -> Membership | None:
     num_ranks = command.num_processes
     if command.num_nodes > 1:
         _check_gpus(command.num_processes)
-        config = NodeConfig(
-            command.node_rank,
-            command.num_nodes,
-            command.num_processes,
-            command.head,
-            command.wait_s,
-        )
-        membership = Membership(config, os.environ)
+        membership = Membership(command, os.environ)
         num_ranks = sum(membership.processes)
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks do not need it, and may log their environment
     os.environ["LOCKSTEP_EXPECTED_RANKS"] = str(num_ranks)

@@ -15,8 +15,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.dist.addresses import LOOPBACK, own_addresses
 from lockstep.errors import LaunchError, shown, write_stderr
@@ -36,6 +35,9 @@ from lockstep.launch.handshake import (
     splice,
 )
 from lockstep.text_input import whole_number
+
+if TYPE_CHECKING:
+    from lockstep.launch.local import LaunchRequest
 
 RETRY_S = 0.2
 TUNNEL_S = 60.0
@@ -59,28 +61,16 @@ class LinkLostError(Exception):
     """The connection to node 0 ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeConfig:
-    """The place of this node in the job, and the processes it starts, from its command line."""
-
-    node: int
-    num_nodes: int
-    num_processes: int
-    head: str
-    """HOST:PORT of node 0."""
-    wait_s: float
-
-
 class Membership:
     """This node's membership in a job of several nodes.
 
-    `Membership(config, env)` returns when all nodes have joined. If one is missing or they do not
+    `Membership(request, env)` returns when all nodes have joined. If one is missing or they do not
     fit together, it raises the same error on all of them.
     """
 
-    def __init__(self, config: NodeConfig, env: Mapping[str, str]) -> None:
-        self.config = config
-        self.host, self.port = parse_head(config.head)
+    def __init__(self, request: "LaunchRequest", env: Mapping[str, str]) -> None:
+        self.request = request
+        self.host, self.port = parse_head(request.head)
         self.token = job_token(env)
         self.key_path = key_path(env)
         self.launcher = secrets.token_hex(8)
@@ -156,9 +146,9 @@ class Membership:
         await asyncio.sleep(0)  # sockets close in the next iteration of the event loop
 
     async def _enter(self) -> None:
-        if self.config.node == 0:
+        if self.request.node_rank == 0:
             await self._open_head()
-        await self._connect(self._loop.time() + self.config.wait_s)
+        await self._connect(self._loop.time() + self.request.wait_s)
 
     async def _open_head(self) -> None:
         """Listen on the addresses that --head names here.
@@ -167,13 +157,13 @@ class Membership:
         a name other than localhost (Debian's 127.0.1.1), listen on all. Every connection must prove
         the token.
         """
-        own = Coordinator(self.token, self.config.num_nodes, self.config.wait_s)
+        own = Coordinator(self.token, self.request.num_nodes, self.request.wait_s)
         try:
             addresses = [address for _, address in own_addresses(self.host)]
             await own.open(addresses or None, self.port)
         except OSError as error:
             raise LaunchError(
-                f"node 0 cannot listen on {self.config.head}: {_reason(error)}", HEAD_REMEDY
+                f"node 0 cannot listen on {self.request.head}: {_reason(error)}", HEAD_REMEDY
             ) from error
         self._coordinator = own
 
@@ -188,9 +178,9 @@ class Membership:
         send(
             writer,
             "member",
-            node=self.config.node,
-            num_nodes=self.config.num_nodes,
-            num_processes=self.config.num_processes,
+            node=self.request.node_rank,
+            num_nodes=self.request.num_nodes,
+            num_processes=self.request.num_processes,
             host=socket.gethostname(),
             launcher=self.launcher,
             run_id=self.run_id,
@@ -199,8 +189,8 @@ class Membership:
             answer = await self._answer
         except LinkLostError as lost:
             raise LaunchError(
-                f"node 0 at {self.config.head} ended before all {self.config.num_nodes} nodes had "
-                "joined",
+                f"node 0 at {self.request.head} ended before all {self.request.num_nodes} nodes "
+                "had joined",
                 "read what node 0 printed, then run the same command on every node",
             ) from lost
         processes = [int(count) for count in answer["processes"]]
@@ -230,7 +220,7 @@ class Membership:
                     return reader, writer
             except WrongTokenError as error:
                 raise LaunchError(
-                    f"node 0 at {self.config.head} refused this node: the job token differs",
+                    f"node 0 at {self.request.head} refused this node: the job token differs",
                     f"set {TOKEN_VARIABLE} to the same value on every node, or copy the key file "
                     f"{self.key_path} from node 0",
                 ) from error
@@ -239,19 +229,19 @@ class Membership:
                     writer.close()
                 if self._loop.time() >= deadline:
                     raise LaunchError(
-                        f"node 0 at {self.config.head} did not answer within "
-                        f"{self.config.wait_s:g} s: {_reason(error)}",
+                        f"node 0 at {self.request.head} did not answer within "
+                        f"{self.request.wait_s:g} s: {_reason(error)}",
                         HEAD_REMEDY,
                     ) from error
                 if self._loop.time() >= notice:
                     notice = deadline + 1
                     why = f"does not answer yet: {_reason(error)}"
-                    write_stderr(f"lockstep: node 0 at {self.config.head} {why}\n")
+                    write_stderr(f"lockstep: node 0 at {self.request.head} {why}\n")
             # Connections that failed at the same time should not retry at the same time.
             await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.5))
 
     async def _join(self, store_port: int) -> int:
-        deadline = self._loop.time() + self.config.wait_s
+        deadline = self._loop.time() + self.request.wait_s
         while True:
             if self._refusal is not None:
                 raise self._refusal
@@ -306,7 +296,7 @@ class Membership:
             writer.close()
             self._link = None
             if not self.is_over:
-                self.loss = f"node 0 ({self.config.head}) is gone: {reason}"
+                self.loss = f"node 0 ({self.request.head}) is gone: {reason}"
             if self._answer is not None and not self._answer.done():
                 self._answer.set_exception(LinkLostError())
 
