@@ -38,17 +38,16 @@ class ControlGroup:
         for line in sorted(lines, reverse=True):  # version 1, which names "memory", goes first
             _, controllers, path = line.split(":", 2)
             inner = path.lstrip("/")
+            # In a container the group's own files are at the root of the mount.
             if controllers == "memory":
-                # In a container the group's own files are at the root of the mount.
-                for folder in (root / "memory" / inner, root / "memory"):
-                    if (folder / "memory.oom_control").exists():
-                        files = ("oom_control", "limit_in_bytes", "usage_in_bytes")
-                        return cls(*(folder / f"memory.{file}" for file in files))
-            elif not controllers:
-                for folder in (root / inner, root / "unified" / inner, root):
-                    if (folder / "memory.events").exists():
-                        files = ("events", "max", "current")
-                        return cls(*(folder / f"memory.{file}" for file in files))
+                folders = [root / "memory" / inner, root / "memory"]
+                names = ("oom_control", "limit_in_bytes", "usage_in_bytes")
+            else:
+                folders = [] if controllers else [root / inner, root / "unified" / inner, root]
+                names = ("events", "max", "current")
+            for folder in folders:
+                if (folder / f"memory.{names[0]}").exists():
+                    return cls(*(folder / f"memory.{name}" for name in names))
         return None
 
     def num_kills(self) -> int | None:

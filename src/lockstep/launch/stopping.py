@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import resource_tracker, util
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn, Self
 
 import psutil
@@ -105,12 +105,7 @@ class StopRequest:
         self._pipe = SignalPipe(handlers, self._listen, "stop-request")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pipe is not None:
             self._is_over = True
             self._pipe.close()
