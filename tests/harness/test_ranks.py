@@ -18,4 +18,4 @@ def test_threads_may_be_a_list_as_openmp_allows(
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr("os.cpu_count", lambda: 6)
     assert threads_of_each(1) == (threads or 6)
-    assert CommandRuns(["true"], tmp_path, lambda _: {}, limit_s=1).threads == (threads or 1)
+    assert CommandRuns(["true"], tmp_path, "a:B", limit_s=1).threads == (threads or 1)

@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.doctor.command import Command
 from lockstep.doctor.findings import Findings, findings_file
 from lockstep.doctor.network import without_launch
-from lockstep.harness.attach import attached, write_settings
+from lockstep.harness.attach import write_settings
 from lockstep.harness.command import RunningCommand, follow
 from lockstep.harness.failure import CommandFailure
 from lockstep.harness.ranks import given_threads
@@ -63,14 +63,12 @@ def _try_ranks(
     with tempfile.TemporaryDirectory(prefix="lockstep_doctor_") as made:
         folder = Path(made)
         base = without_launch({**env, **command.env})
+        base["LOCKSTEP_PLANNED_RANKS"] = str(command.world_size)
         base.setdefault("OMP_NUM_THREADS", str(_threads(command)))
         runs = CommandRuns(
             [sys.executable, *command.script],
             folder,
-            lambda folder: {
-                **attached(folder, CALLBACK),
-                "LOCKSTEP_PLANNED_RANKS": str(command.world_size),
-            },
+            CALLBACK,
             limit_s=0,
             threads=given_threads(base) or 1,
             base=base,

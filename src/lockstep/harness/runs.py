@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LaunchError
-from lockstep.harness.attach import KILLED, TRACE, write_settings
+from lockstep.harness.attach import KILLED, TRACE, attached, write_settings
 from lockstep.harness.command import LAUNCHER_S, START_S, RunningCommand, follow
 from lockstep.harness.failure import CommandFailure
 from lockstep.harness.ranks import free_port, given_threads, rank_variables
@@ -49,7 +49,7 @@ class CommandRuns:
     Args:
         words: The command.
         folder: Gets a folder for each run.
-        attach: Returns the variables that attach the tool's callback, given the run's folder.
+        callback: The tool's callback, a "module:Class".
         limit_s: The longest time without progress of a run.
         tell: Called with the name and the seconds of each run that succeeds.
         threads: The CPU threads of each of several ranks; sums depend on it.
@@ -61,7 +61,7 @@ class CommandRuns:
         self,
         words: Sequence[str],
         folder: Path,
-        attach: Callable[[Path], Mapping[str, str]],
+        callback: str,
         *,
         limit_s: float,
         tell: Callable[[str, float], None] = lambda name, seconds: None,
@@ -71,7 +71,7 @@ class CommandRuns:
     ) -> None:
         self.words = list(words)
         self.folder = folder
-        self.attach = attach
+        self.callback = callback
         self.limit_s = limit_s
         self.tell = tell
         self.base = base
@@ -114,7 +114,7 @@ class CommandRuns:
 
     def start(self, folder: Path, ranks: int) -> list[RunningCommand]:
         """Start the command as typed, or as `ranks` ranks of one group."""
-        env = dict(self.attach(folder))
+        env = attached(folder, self.callback)
         place: dict[str, Any] = {"base": self.base, "work_folder": self.work_folder}
         if not ranks:
             return [RunningCommand(self.words, env, folder / "output.txt", **place)]
