@@ -32,11 +32,8 @@ def init(kind: str, script: str, args: Sequence[str], force: bool) -> list[str]:
         ConfigError: for an unknown kind, or a file that exists already.
     """
     if kind not in KINDS:
-        near = closest(kind, KINDS)
-        raise ConfigError(
-            f"there is nothing to generate for {shown(kind)}",
-            f"use {near}" if near else f"use one of {', '.join(KINDS)}",
-        )
+        known = closest(kind, KINDS) or f"one of {', '.join(KINDS)}"
+        raise ConfigError(f"there is nothing to generate for {shown(kind)}", f"use {known}")
     for word in (script, *args):
         check_line("the script or argument", word)
     if Path(script).is_absolute() or ".." in Path(script).parts:
