@@ -102,7 +102,7 @@ def _read(folder: Path, commands: Sequence[RunningCommand], has_ended: bool) -> 
     if failed is None and not is_through:
         problem = "it ends without a call of lockstep.fit or train_step"
         found.problems["script"] = [problem, "pass a script that trains"]
-    elif failed is not None and failed.process.returncode == -signal.SIGKILL:
+    elif failed is not None and failed.code == -signal.SIGKILL:
         found.problems["step" if is_through else "script"] = ["it was killed: out of memory", ""]
     elif failed is not None:
         failure = CommandFailure.read(failed.text)

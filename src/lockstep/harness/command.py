@@ -88,8 +88,17 @@ class RunningCommand:
 
     @property
     def code(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-        return self.process.poll()
+        """Return the exit code, or None while it runs.
+
+        An exception of a signal handler inside `Popen.poll` may leave its lock taken, and then
+        `Popen.wait` never returns. So `poll` is not called.
+        """
+        with contextlib.suppress(ChildProcessError):  # it was reaped, and its code was lost
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            is_ended = self.process.returncode is not None
+            if not (is_ended or os.waitid(os.P_PID, self.process.pid, options)):
+                return None
+        return self.process.wait()
 
     @property
     def text(self) -> str:
@@ -107,7 +116,7 @@ class RunningCommand:
         for process in self.family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        if self.process.poll() is None:
+        if self.code is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
