@@ -5,7 +5,6 @@ messages about it.
 """
 
 import resource
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,8 +117,7 @@ def free_host_bytes(group: ControlGroup | None) -> int:
 
 def own_peak_bytes() -> int:
     """Return the largest resident size of this process so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_bytes(pid: int) -> int | None:
