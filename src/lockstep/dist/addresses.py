@@ -1,7 +1,7 @@
 """The address of this machine to listen on, and its network interface.
 
-Owns: opening a socket on one address, so that nothing listens on all of them. Does not own: the
-protocol on that socket.
+Owns: opening a socket on one address, so that nothing listens on all of them, and limiting gloo and
+NCCL to one interface. Does not own: the protocol on that socket.
 """
 
 import errno
