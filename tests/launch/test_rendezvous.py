@@ -28,8 +28,8 @@ from lockstep.errors import LaunchError
 from lockstep.launch import coordinator, handshake
 from lockstep.launch.coordinator import Coordinator, Member
 from lockstep.launch.handshake import job_token
-from lockstep.launch.local import LaunchRequest
 from lockstep.launch.member import Membership, RendezvousOverError
+from lockstep.launch.request import LaunchRequest
 from lockstep.testing import free_port
 
 MEET = HERE / "meet.py"

@@ -427,7 +427,8 @@ def memory_group() -> Iterator[Path]:
 LAUNCH_IN = (
     "import os, sys; from pathlib import Path; "
     "Path(sys.argv[1], 'cgroup.procs').write_text(str(os.getpid())); "
-    "from lockstep.launch.local import LaunchRequest, launch; "
+    "from lockstep.launch.local import launch; "
+    "from lockstep.launch.request import LaunchRequest; "
     "sys.exit(launch(LaunchRequest((sys.argv[2],), 2)))"
 )
 

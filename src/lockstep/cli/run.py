@@ -27,7 +27,8 @@ def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
     flags.flags().read(argv)
     if num_processes == 1:
         importlib.import_module("lockstep_recipes.command").train(flags.build, argv)
-    from lockstep.launch.local import LaunchRequest, launch
+    from lockstep.launch.local import launch
+    from lockstep.launch.request import LaunchRequest
 
     return launch(LaunchRequest(("-m", module, *argv), num_processes))
 

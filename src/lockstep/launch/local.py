@@ -17,7 +17,6 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from lockstep.dist.addresses import LOOPBACK, check_loopback, choose_interface
 from lockstep.errors import LaunchError, plain, shown, write_stderr
 from lockstep.launch.handshake import TOKEN_VARIABLE
 from lockstep.launch.member import Membership, parse_head
+from lockstep.launch.request import LaunchRequest
 from lockstep.launch.stopping import SIGNALS, Stopped, StopRequest
 from lockstep.launch.worker import check_module, check_script, work
 from lockstep.text_input import LARGEST
@@ -39,24 +39,6 @@ if TYPE_CHECKING:
 MONITOR_S = 0.02
 MAX_NODES = 65_536
 """SLURM's limit too."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchRequest:
-    """A script to run, and the processes to run it on."""
-
-    words: tuple[str, ...]
-    """A script, or -m and a module, and its arguments."""
-    num_processes: int
-    """On this machine."""
-    num_nodes: int = 1
-    node_rank: int = 0
-    head: str = ""
-    """HOST:PORT of node 0; empty on one machine, where a free port is used."""
-    restarts: int = 0
-    logs: str | None = None
-    wait_s: float = 600.0
-    """How long to wait for the other machines."""
 
 
 def launch(command: LaunchRequest) -> int:

@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from lockstep.dist.addresses import LOOPBACK, own_addresses
 from lockstep.errors import LaunchError, shown, write_stderr
@@ -34,10 +34,8 @@ from lockstep.launch.handshake import (
     send,
     splice,
 )
+from lockstep.launch.request import LaunchRequest
 from lockstep.text_input import whole_number
-
-if TYPE_CHECKING:
-    from lockstep.launch.local import LaunchRequest
 
 RETRY_S = 0.2
 TUNNEL_S = 60.0
@@ -68,7 +66,7 @@ class Membership:
     fit together, it raises the same error on all of them.
     """
 
-    def __init__(self, request: "LaunchRequest", env: Mapping[str, str]) -> None:
+    def __init__(self, request: LaunchRequest, env: Mapping[str, str]) -> None:
         self.request = request
         self.host, self.port = parse_head(request.head)
         self.token = job_token(env)
