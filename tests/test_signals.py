@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import RunConfig
-from lockstep.signals import ECHO_S, EXIT_CODES, StopSignals
+from lockstep.signals import DUPLICATE_S, EXIT_CODES, StopSignals
 from lockstep.testing import TinyTask
 from lockstep.trainer import fit
 
@@ -84,11 +84,11 @@ def signal_in_turn(*numbers: signal.Signals, unsaved: str) -> None:
     with StopSignals() as signals:
         signals.unsaved = lambda: unsaved
         for number in numbers:
-            hearing = signals._hearing
-            before = hearing.heard_at = hearing.heard_at - 1.5 * ECHO_S
+            history = signals._history
+            before = history.last_at = history.last_at - 1.5 * DUPLICATE_S
             os.kill(os.getpid(), number)
             deadline = time.monotonic() + 5
-            while hearing.heard_at == before and time.monotonic() < deadline:
+            while history.last_at == before and time.monotonic() < deadline:
                 time.sleep(0.001)
         os._exit(7)
 

@@ -26,7 +26,8 @@ MOST_EXTRA = 5
 
 def take_up(folder: Path, num_steps: int, first: int, mutant: str) -> int:
     """Launch leg after leg until one of them finishes the run."""
-    from lockstep.launch.local import LaunchRequest, launch
+    from lockstep.launch.local import launch
+    from lockstep.launch.request import LaunchRequest
 
     legs = schedule.read(folder / "chaos" / "schedule.json")
     code = 1

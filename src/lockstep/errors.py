@@ -36,7 +36,7 @@ from lockstep.torch_compat.error_texts import is_peer_gone
 MAX_MESSAGE = 4000
 """Longest message, in characters."""
 MAX_SHOWN = 80
-SPEAK_FIRST_S = 3.0
+EXIT_DELAY_S = 3.0
 """How long other ranks wait before they exit with a shared error: launchers end all ranks when
 the first one has exited, and the rank that prints the error must not be cut short."""
 
@@ -183,7 +183,7 @@ def _end(say: Any, kind: type[BaseException], error: BaseException, trace: Any) 
     is_plain = say is sys.__excepthook__ or say.__module__.startswith("torch.distributed")
     is_brief = is_plain and not (is_typed or shows_traceback)
     if isinstance(error, LockstepError) and is_brief:
-        _say_once(error, runtime.launched_rank() if runtime else 0)
+        _print_once(error, runtime.launched_rank() if runtime else 0)
     elif is_peer_gone(error) and is_brief:
         rank = runtime.launched_rank() if runtime else 0
         write_stderr(PEER_GONE_TEXT.format(rank=rank))
@@ -195,10 +195,10 @@ def _end(say: Any, kind: type[BaseException], error: BaseException, trace: Any) 
         raise SystemExit(error.exit_code)
 
 
-def _say_once(error: LockstepError, rank: int) -> None:
+def _print_once(error: LockstepError, rank: int) -> None:
     """Print an error; one that every rank raises is printed on the first rank only."""
     if rank:
-        time.sleep(SPEAK_FIRST_S)
+        time.sleep(EXIT_DELAY_S)
     if not rank or not error.is_shared:
         write_stderr(sentence(error))
 

@@ -12,13 +12,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 from lockstep.dist.environment import inside_slurm_job
 from lockstep.errors import NotSavedError
 
-ECHO_S = 1.0
+DUPLICATE_S = 1.0
 """Signals this soon after the first are duplicates: Ctrl-C in a terminal reaches every
 process, and a launcher that received it forwards it again."""
 
@@ -43,18 +43,18 @@ SLURM_NOTICES = frozenset({signal.SIGTERM, signal.SIGUSR1})
 `scancel`, and at the time limit. SIGKILL follows when the time is over."""
 
 
-class Heard(enum.Enum):
+class SignalMeaning(enum.Enum):
     """The meaning of a stop signal, given the earlier ones."""
 
     FIRST = enum.auto()
     NOTICE = enum.auto()
     """The run is already stopping, and may use the time that is left."""
-    ECHO = enum.auto()
+    DUPLICATE = enum.auto()
     SECOND = enum.auto()
     """Leave now."""
 
 
-class Hearing:
+class SignalHistory:
     """Distinguishes a second request to stop from duplicates and from SLURM's notices.
 
     Inside a SLURM job, every SIGTERM and SIGUSR1 is a notice: with `--signal=TERM@20`, SLURM's
@@ -63,31 +63,32 @@ class Hearing:
     """
 
     def __init__(self, inside_slurm_job: bool) -> None:
-        self.heard_at = -math.inf
+        self.last_at = -math.inf
         """Monotonic time of the last signal that was not a duplicate."""
-        self._heard: signal.Signals | None = None
+        self._last: signal.Signals | None = None
         self._asked_by: signal.Signals | None = None
         """The signal to compare the next one with: the first, or the one after a warning."""
         self._notices = SLURM_NOTICES if inside_slurm_job else frozenset()
 
-    def hear(self, number: signal.Signals) -> Heard:
+    def add(self, number: signal.Signals) -> SignalMeaning:
         """Return the meaning of a signal."""
         now = time.monotonic()
-        is_echo = now - self.heard_at <= ECHO_S
+        is_soon = now - self.last_at <= DUPLICATE_S
         warned = self._asked_by in (*self._notices, signal.SIGUSR1) and number != self._asked_by
         if self._asked_by is None:
-            meaning = Heard.FIRST
+            meaning = SignalMeaning.FIRST
             self._asked_by = number
         elif number in self._notices:
-            meaning = Heard.ECHO if is_echo and number == self._heard else Heard.NOTICE
+            is_repeated = is_soon and number == self._last
+            meaning = SignalMeaning.DUPLICATE if is_repeated else SignalMeaning.NOTICE
         elif warned:
-            meaning = Heard.NOTICE
+            meaning = SignalMeaning.NOTICE
             self._asked_by = number
         else:
-            meaning = Heard.ECHO if is_echo else Heard.SECOND
-        if meaning is not Heard.ECHO:
-            self._heard = number
-            self.heard_at = now
+            meaning = SignalMeaning.DUPLICATE if is_soon else SignalMeaning.SECOND
+        if meaning is not SignalMeaning.DUPLICATE:
+            self._last = number
+            self.last_at = now
         return meaning
 
 
@@ -147,7 +148,7 @@ class StopSignals:
         """Returns a description of what would be lost now, or "". Called from another thread."""
         self.is_quiet = False
         """Whether another rank reports what is lost."""
-        self._hearing = Hearing(inside_slurm_job())
+        self._history = SignalHistory(inside_slurm_job())
         self._pipe: SignalPipe | None = None
 
     def __enter__(self) -> Self:
@@ -155,20 +156,15 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return self
         # Those that are ignored stay so: that is the choice of `nohup`.
-        heard = [n for n in EXIT_CODES if signal.getsignal(n) is not signal.SIG_IGN]
-        self._pipe = SignalPipe(dict.fromkeys(heard, _do_nothing), self._listen, "stop-signals")
+        handled = [n for n in EXIT_CODES if signal.getsignal(n) is not signal.SIG_IGN]
+        self._pipe = SignalPipe(dict.fromkeys(handled, _do_nothing), self._listen, "stop-signals")
         _active = self
         if not _fork_hook_set:  # cannot be removed, so set it once
             os.register_at_fork(after_in_child=_forget_in_child)
             _fork_hook_set = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _active
         if self._pipe is not None:
             _active = None
@@ -189,15 +185,15 @@ class StopSignals:
 
     def _receive(self, number: signal.Signals) -> None:
         """Remember a request to stop, or exit at once if it is the second."""
-        is_soon = time.monotonic() - self._hearing.heard_at <= ECHO_S
-        match self._hearing.hear(number):
-            case Heard.FIRST:
+        is_soon = time.monotonic() - self._history.last_at <= DUPLICATE_S
+        match self._history.add(number):
+            case SignalMeaning.FIRST:
                 self.requested = number
-            case Heard.NOTICE if not is_soon:
+            case SignalMeaning.NOTICE if not is_soon:
                 # Do not exit: a running save may need the seconds between SLURM's SIGTERM and
                 # its SIGKILL at the time limit.
                 self._say_unsaved(f"{number.name} came before the run could save; if killed now,")
-            case Heard.SECOND:
+            case SignalMeaning.SECOND:
                 self._leave(number)
 
     def _leave(self, number: signal.Signals) -> NoReturn:

@@ -34,7 +34,7 @@ from lockstep.dist.fsdp import raise_if_out_of_reach
 from lockstep.dist.same_state import check_same_weights
 from lockstep.dist.training_buffers import TrainingBuffers
 from lockstep.errors import (
-    SPEAK_FIRST_S,
+    EXIT_DELAY_S,
     CheckpointError,
     ConfigError,
     LockstepError,
@@ -179,7 +179,7 @@ class Trainer:
         self._step_began = self._began
         signals.unsaved = self._unsaved
         signals.is_quiet = not run.world.is_first
-        position.own.reach(run.progress.step)
+        position.this_rank.reach(run.progress.step)
         stack.push(self._add_place)
         stack.push(self._save_good_steps)
 
@@ -335,7 +335,7 @@ class Trainer:
             run.progress.count(report, batch)
             run.averages.update(run.progress.step)
         self._num_new = run.progress.consumed - before
-        position.own.reach(run.progress.step)
+        position.this_rank.reach(run.progress.step)
         self.record.enter(batch)
         self._call("on_step_end", batch, report)
 
@@ -380,7 +380,7 @@ class Trainer:
             name = {code: number.name for number, code in EXIT_CODES.items()}[self.stopped_by]
             self.events.write("stop", step, reason=name, exit_code=self.stopped_by)
         self.events.write("run_end", step, seconds=time.monotonic() - self._began)
-        position.own.finish_run()
+        position.this_rank.finish_run()
         note_exit_code(self.stopped_by)
         folder = Path(self.run.config.output_dir)
         metrics = self.evaluator.metrics
@@ -537,7 +537,7 @@ class Trainer:
             self._save()
         self.saver.finish_save()
         if isinstance(problem, OtherRankError):
-            time.sleep(SPEAK_FIRST_S)  # only the other rank has the traceback
+            time.sleep(EXIT_DELAY_S)  # only the other rank has the traceback
         raise_together(self.run.world, problem)
 
     def _update_trained(self) -> None:
@@ -633,7 +633,7 @@ class Trainer:
             return
         if self.report is None or self.saver.saved_step == step:
             return
-        place = f"failed after step {step} of run {position.own.num_runs}"
+        place = f"failed after step {step} of run {position.this_rank.num_runs}"
         if is_shared(error) or self.run.world.all_reach(place, ERROR_TIMEOUT_S):
             self._drop_step()
             self.saver.run_has_failed = True
@@ -651,6 +651,6 @@ class Trainer:
 
     def _add_place(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Add the rank and the step to an exception that ends the run."""
-        position.own.leave_run()
+        position.this_rank.leave_run()
         if error is not None:
             error.add_note(f"on rank {self.run.world.rank}, after step {self.run.progress.step}")

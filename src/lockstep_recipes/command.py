@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from lockstep.config import RunConfig
 from lockstep.dist.environment import launched_rank, leave_process
-from lockstep.errors import SPEAK_FIRST_S, ConfigError, LockstepError, closest, plain, shown
+from lockstep.errors import EXIT_DELAY_S, ConfigError, LockstepError, closest, plain, shown
 from lockstep.parse import Model, parse_model
 from lockstep.result import RunResult
 from lockstep.task import Task
@@ -243,7 +243,7 @@ def _exit_code(work: Callable[[], int]) -> int:
         return work()
     except LockstepError as error:
         if launched_rank() != 0:
-            time.sleep(SPEAK_FIRST_S)
+            time.sleep(EXIT_DELAY_S)
         if launched_rank() == 0 or not error.is_shared:
             print(f"lockstep: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -118,7 +118,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at workers often and give up on stopped ones, and on slow ones, soon."""
     monkeypatch.setattr(workers, "SLICE_S", 0.02)
     monkeypatch.setattr(workers, "STOPPED_S", 0.06)
-    monkeypatch.setattr(workers, "PATIENCE", 1)
+    monkeypatch.setattr(workers, "SLOWEST_FACTOR", 1)
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])

@@ -507,6 +507,15 @@ def test_a_script_that_cannot_be_imported_is_said_in_a_line(
     assert named(results, "data").evidence == "not reached: the script failed"
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("threads", ["4,2", ""])
+def test_a_job_is_tried_with_any_omp_num_threads(threads: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import lockstep\nimport no_such_module\n")
+    command = Command("torchrun", ("train.py",), 2, folder=tmp_path)
+    found = try_job(command, {**os.environ, "OMP_NUM_THREADS": threads}, 100)
+    assert "No module named 'no_such_module'" in found.problems["script"][0]
+
+
 def test_a_script_that_is_not_there_and_one_that_would_train(
     without_gpu: Examination, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """A command that a tool started is ended with all its children, however the tool is ended."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from lockstep.harness.command import RunningCommand, follow
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 
@@ -52,3 +55,46 @@ def test_a_command_that_is_ended_leaves_nothing_running(
     else:
         assert code == 128 + number
         assert not list(tmp_path.glob("lockstep_*"))
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_while_a_command_is_checked_does_not_keep_it_from_being_ended(
+    tmp_path: Path,
+) -> None:
+    def interrupt(number: int, _: object) -> None:
+        raise InterruptedError
+
+    command = RunningCommand(["sleep", "100"], {}, tmp_path / "output.txt")
+    before = signal.signal(signal.SIGPROF, interrupt)
+    try:
+        for _ in range(300):
+            with contextlib.suppress(InterruptedError):
+                signal.setitimer(signal.ITIMER_PROF, 0.001)
+                while command.code is None:
+                    pass
+    finally:
+        signal.signal(signal.SIGPROF, before)
+    command.close()
+    assert command.code == -signal.SIGKILL
+
+
+def test_following_ends_without_progress_or_when_it_is_enough(tmp_path: Path) -> None:
+    command = RunningCommand(["sleep", "100"], {}, tmp_path / "output.txt")
+    looks = iter(range(100))
+    try:
+        assert follow([command], lambda: ("the same", 0.2)) is None
+        assert follow([command], lambda: (next(looks), 0.2), lambda: next(looks) > 20) == 0
+        assert command.code is None
+    finally:
+        command.close()
+
+
+def test_after_a_failure_the_other_commands_may_end_by_themselves(tmp_path: Path) -> None:
+    failed = RunningCommand(["sh", "-c", "exit 3"], {}, tmp_path / "failed.txt")
+    waits = f"while kill -0 {failed.process.pid}; do sleep 0.05; done; exit 4"
+    other = RunningCommand(["sh", "-c", waits], {}, tmp_path / "other.txt")
+    try:
+        assert follow([failed, other], lambda: (None, 60.0)) == 3
+        assert other.code == 4
+    finally:
+        other.close()

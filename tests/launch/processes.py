@@ -33,7 +33,8 @@ LOCKSTEP = "lockstep"
 LAUNCH = (LOCKSTEP, "launch", "--gpus")
 LIMIT_S = 90.0
 LAUNCH_AFRESH = (
-    "import sys; from lockstep.launch.local import LaunchRequest, launch; "
+    "import sys; from lockstep.launch.local import launch; "
+    "from lockstep.launch.request import LaunchRequest; "
     "sys.exit(launch(LaunchRequest(tuple(sys.argv[1:]), 2)))"
 )
 

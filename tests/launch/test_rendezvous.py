@@ -28,7 +28,8 @@ from lockstep.errors import LaunchError
 from lockstep.launch import coordinator, handshake
 from lockstep.launch.coordinator import Coordinator, Member
 from lockstep.launch.handshake import job_token
-from lockstep.launch.member import Membership, Place, RendezvousOverError
+from lockstep.launch.member import Membership, RendezvousOverError
+from lockstep.launch.request import LaunchRequest
 from lockstep.testing import free_port
 
 MEET = HERE / "meet.py"
@@ -450,14 +451,14 @@ def test_a_node_that_comes_back_is_waited_for_and_all_train_on(
 # --- The parts ------------------------------------------------------------------------------------
 
 
-def place(node: int, port: int, num_nodes: int = 2, wait_s: float = 60.0) -> Place:
-    return Place(node, num_nodes, 1, f"localhost:{port}", wait_s)
+def launch_request(node: int, port: int, num_nodes: int = 2, wait_s: float = 60.0) -> LaunchRequest:
+    return LaunchRequest((), 1, num_nodes, node, f"localhost:{port}", wait_s=wait_s)
 
 
 class Node(threading.Thread):
     """One node in a thread: it meets the others, and keeps what came of it."""
 
-    def __init__(self, where: Place, token: str) -> None:
+    def __init__(self, where: LaunchRequest, token: str) -> None:
         super().__init__(daemon=True)
         self.where = where
         self.env = {"LOCKSTEP_JOB_TOKEN": token}
@@ -507,7 +508,7 @@ class Silent:
 def pair(job_token: str) -> Iterator[list[Membership]]:
     """Return two nodes that have met."""
     port = free_port()
-    nodes = [Node(place(rank, port), job_token) for rank in range(2)]
+    nodes = [Node(launch_request(rank, port), job_token) for rank in range(2)]
     met = [node.entered() for node in nodes]
     yield met
     for one in reversed(met):
@@ -593,7 +594,7 @@ def test_a_new_launcher_of_node_0_keeps_the_id_of_the_launch(
     old._loop.call_soon_threadsafe(old._loop.stop)  # as when it is killed: without a goodbye
     old._thread.join(20)
     wait_until(lambda: pair[1]._link is None, "node 1 loses node 0", 20)
-    head = Node(place(0, old.port), job_token)
+    head = Node(launch_request(0, old.port), job_token)
     results: list[object] = []
     thread = in_thread(results, pair[1], 0)
     pair[0] = head.entered()
@@ -609,13 +610,13 @@ def test_a_node_that_vanished_without_a_word_comes_back_at_once(
     monkeypatch.setattr(coordinator, "PROBE_S", 0.5, raising=False)
     port = free_port()
     num_nodes = 3 if when == "before the first round" else 2
-    nodes = [Node(place(0, port, num_nodes), job_token)]
+    nodes = [Node(launch_request(0, port, num_nodes), job_token)]
     vanished = Silent(port, job_token, num_nodes)
     if when == "in a round":
         head = nodes[0].entered()
     else:
-        nodes.append(Node(place(2, port, num_nodes), job_token))
-    nodes.append(Node(place(1, port, num_nodes), job_token))
+        nodes.append(Node(launch_request(2, port, num_nodes), job_token))
+    nodes.append(Node(launch_request(1, port, num_nodes), job_token))
     met = [node.entered() for node in nodes]
     assert [sum(one.processes) for one in met] == [num_nodes] * num_nodes
     if when == "in a round":
@@ -629,7 +630,7 @@ def test_a_node_that_vanished_without_a_word_comes_back_at_once(
 def test_a_second_launcher_of_a_node_is_refused_while_the_first_one_answers(
     pair: list[Membership], job_token: str
 ) -> None:
-    second = Node(place(1, pair[0].port), job_token)
+    second = Node(launch_request(1, pair[0].port), job_token)
     second.join(30)
     assert isinstance(second.error, LaunchError)
     host = socket.gethostname()
@@ -656,7 +657,7 @@ def test_a_job_that_is_suspended_as_a_whole_does_not_fall_apart(
     monkeypatch.setattr(coordinator, "BEAT_S", 0.05)
     monkeypatch.setattr(coordinator, "MISSED_BEATS", 10)
     port = free_port()
-    nodes = [Node(place(rank, port), job_token) for rank in range(2)]
+    nodes = [Node(launch_request(rank, port), job_token) for rank in range(2)]
     met = [node.entered() for node in nodes]
     for one in met:  # both event loops stand still for far longer than ten beats
         one._loop.call_soon_threadsafe(time.sleep, 1.5)
@@ -669,7 +670,7 @@ def test_a_job_that_is_suspended_as_a_whole_does_not_fall_apart(
 def test_strangers_do_not_keep_nodes_from_meeting(job_token: str) -> None:
     """2,000 connections of four kinds, and then the other node comes."""
     port = free_port()
-    first = Node(place(0, port), job_token)
+    first = Node(launch_request(0, port), job_token)
 
     async def flood() -> int:
         held = []
@@ -687,7 +688,7 @@ def test_strangers_do_not_keep_nodes_from_meeting(job_token: str) -> None:
                 held.append(writer)  # half open, or a byte and no more
             else:
                 writer.close()
-        second = Node(place(1, port), job_token)
+        second = Node(launch_request(1, port), job_token)
         while second.is_alive():
             await asyncio.sleep(0.02)
         for writer in held:

@@ -19,7 +19,7 @@ from processes import HERE, LAUNCH, Start, Started, wait_until
 from lockstep.checkpoint import CheckpointStore
 from lockstep.dist.position import Position
 from lockstep.launch import failure, ranks, stopping
-from lockstep.launch.memory import ControlGroup, MemoryWatch
+from lockstep.launch.memory import ControlGroup, MemoryWatch, free_host_bytes
 from lockstep.launch.stopping import save_time_s
 
 TRAIN = HERE / "train_stuck.py"
@@ -371,16 +371,23 @@ def test_kills_for_want_of_memory_are_counted_in_either_kind_of_control_group(
         listed.write_text("8:pids:/\n4:memory:/job\n0::/\n")
         folder = tmp_path / "memory" / "job"
         events, limit = folder / "memory.oom_control", folder / "memory.limit_in_bytes"
+        current = folder / "memory.usage_in_bytes"
         before, after = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n", "oom_kill 3\n"
     else:
         listed.write_text("0::/job\n")
         folder = tmp_path / "job"
         events, limit = folder / "memory.events", folder / "memory.max"
+        current = folder / "memory.current"
         before, after = "low 0\noom 1\noom_kill 2\n", "low 0\noom 2\noom_kill 3\n"
     folder.mkdir(parents=True)
     events.write_text(before)
     limit.write_text("209715200\n")
-    watch = MemoryWatch(ControlGroup.own(tmp_path, listed))
+    group = ControlGroup.own(tmp_path, listed)
+    assert group is not None
+    assert group.num_free_bytes() is None
+    current.write_text("209715100\n")
+    assert free_host_bytes(group) == 100
+    watch = MemoryWatch(group)
     watch.look([os.getpid()])
     assert watch.was_out_of_memory is False
     events.write_text(after)
@@ -420,7 +427,8 @@ def memory_group() -> Iterator[Path]:
 LAUNCH_IN = (
     "import os, sys; from pathlib import Path; "
     "Path(sys.argv[1], 'cgroup.procs').write_text(str(os.getpid())); "
-    "from lockstep.launch.local import LaunchRequest, launch; "
+    "from lockstep.launch.local import launch; "
+    "from lockstep.launch.request import LaunchRequest; "
     "sys.exit(launch(LaunchRequest((sys.argv[2],), 2)))"
 )
 

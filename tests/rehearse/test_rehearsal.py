@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.cli.rehearse import rehearse
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.rehearse.rehearsal import PHASES, Report
+from lockstep.rehearse.rehearsal import REHEARSED, Report
 from lockstep.testing import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -65,11 +65,13 @@ def test_a_fault_is_named_by_the_phase_it_fires_in(
     report = see(capsys, f"python '{PLANTED}' '{fault}' run", 1, limit_s)
     assert (report["verdict"], report["failed"]) == ("failed", phase), report
     assert said in report["phases"][phase]["evidence"], report
-    before = [p for p in PHASES[: PHASES.index(phase)] if not ("held" in fault and p == "validate")]
+    before = [
+        p for p in REHEARSED[: REHEARSED.index(phase)] if not ("held" in fault and p == "validate")
+    ]
     assert all(report["phases"][name]["verdict"] == "ok" for name in before), report
     # The steps are saved before an exception in an evaluation ends the run.
     may_follow = ("save", "kill") if fault == "evaluate" else ()
-    after = [p for p in PHASES[PHASES.index(phase) + 1 :] if p not in may_follow]
+    after = [p for p in REHEARSED[REHEARSED.index(phase) + 1 :] if p not in may_follow]
     assert all(report["phases"][name]["verdict"] == "not seen" for name in after), report
 
 
@@ -82,7 +84,7 @@ def test_a_clean_run_passes_and_the_real_ones_folder_is_not_touched(
         (real / name).write_text("the real run's")
     report = see(capsys, f"python {PLANTED} none run", 0)
     assert report["verdict"] == "passed"
-    assert list(report["phases"]) == list(PHASES)
+    assert list(report["phases"]) == list(REHEARSED)
     said = {name: phase["evidence"] for name, phase in report["phases"].items()}
     assert said["start"] == f"1 process in {real / 'rehearsal'}"
     assert said["validate"].startswith("at step 2: loss ")
@@ -111,7 +113,7 @@ def test_a_recipe_behind_a_shell_script_and_torchrun_passes(
     assert rehearse(["./train_multi_gpu.sh", "2"], 90, [], as_json=False) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "rehearsing: ./train_multi_gpu.sh 2"
-    assert [line.split()[:2] for line in said[1:-1]] == [[name, "ok"] for name in PHASES]
+    assert [line.split()[:2] for line in said[1:-1]] == [[name, "ok"] for name in REHEARSED]
     assert said[-1].startswith("passed: every phase was seen, in ")
     assert f"2 processes in {tmp_path}/output/rehearsal" in said[1]
 
@@ -149,7 +151,7 @@ def test_what_cannot_be_rehearsed_is_one_line_and_something_to_try(
     with pytest.raises(ConfigError, match="there is no phase 'validat'\n  try: pass validate"):
         rehearse(["true"], 9, ["validat"], as_json=True)
     report = see(capsys, "true", 1)
-    assert report["missing"] == list(PHASES), "it ended well, and nothing was seen"
+    assert report["missing"] == list(REHEARSED), "it ended well, and nothing was seen"
 
 
 def test_what_a_command_does_not_do_may_be_left_out() -> None:

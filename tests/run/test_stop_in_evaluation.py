@@ -414,7 +414,7 @@ class Unheeding(TinyTask):
 def insist() -> None:
     """Let the second signal be a second one, and not the echo of the first."""
     assert signals._active is not None
-    signals._active._hearing.heard_at -= 2 * signals.ECHO_S
+    signals._active._history.last_at -= 2 * signals.DUPLICATE_S
 
 
 @pytest.mark.parametrize(

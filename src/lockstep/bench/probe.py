@@ -117,7 +117,7 @@ class Probe:
             p.register_post_accumulate_grad_hook(self._note_ready(name))  # type: ignore[no-untyped-call]
             for name, p in self.parameters.items()
         ]
-        run.world.phase.listeners.append(self._hear)
+        run.world.phase.listeners.append(self._note_phase)
 
     # --- While it trains ---
 
@@ -186,7 +186,7 @@ class Probe:
 
         return note
 
-    def _hear(self, phase: Phase, begins: bool) -> None:
+    def _note_phase(self, phase: Phase, begins: bool) -> None:
         """Time backward passes on the device's clock, and the waiting for data on the host's."""
         if phase == "data":
             self._is_in_step = False

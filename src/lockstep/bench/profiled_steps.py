@@ -5,8 +5,6 @@ counted, kernels traced or limits measured (`operations.py`, `kernels.py`, `limi
 """
 
 import os
-import resource
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from lockstep.bench.kernels import TRACE_STEPS, Trace
 from lockstep.bench.limits import compute_dtype, copy_limit, dtype_name, matmul_limit, update_bytes
 from lockstep.bench.operations import Operations
+from lockstep.launch.memory import own_peak_bytes
 from lockstep.run.run import Run
 
 COUNTED_STEPS = 4
@@ -75,6 +74,4 @@ def peak_memory(device: torch.device) -> tuple[int, int]:
     """Return the most bytes in use so far, and the size of the memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
-    unit = 1 if sys.platform == "darwin" else 1024
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, size
+    return own_peak_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

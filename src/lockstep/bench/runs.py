@@ -7,12 +7,10 @@ or reading the figures (`measured.py`).
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from lockstep.bench.measured import Measured
 from lockstep.bench.settings import CALLBACK, BenchSettings
-from lockstep.harness.attach import attached
 from lockstep.harness.command import ending_on_signals
 from lockstep.harness.runs import CommandRuns, runs_folder
 
@@ -29,8 +27,7 @@ class BenchRuns(CommandRuns):
         threads: int = 0,
         report: Callable[[str, float], None] = lambda name, seconds: None,
     ) -> None:
-        attach = partial(attached, callback=CALLBACK)
-        super().__init__(words, folder, attach, limit_s=limit_s, tell=report, threads=threads)
+        super().__init__(words, folder, CALLBACK, limit_s=limit_s, tell=report, threads=threads)
 
     def measure(self, ranks: int, steps: int, *, profiles: bool = True) -> Measured:
         """Run the command on `ranks` ranks, or as typed if it is 0."""

@@ -21,7 +21,7 @@ from lockstep.certify.compare import (
 from lockstep.certify.cut import UNITS, Cut
 from lockstep.certify.rounding import CEILING, Rounding
 from lockstep.certify.settings import RunSettings
-from lockstep.certify.verdict import NAMES, TRY, Context, Finding, find_cause, name_cut
+from lockstep.certify.verdict import NAMES, TRY, ComparisonKind, Finding, find_cause, name_cut
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.harness.attach import TRACE
 from lockstep.plan import count_ranks
@@ -251,10 +251,10 @@ def _compare_again(
     return compare(straight, _last_attempt(run_command("again", settings, ranks), settings.steps))
 
 
-def _name_cause(compared: Comparison, context: Context, again: Comparison) -> Finding | None:
+def _name_cause(compared: Comparison, kind: ComparisonKind, again: Comparison) -> Finding | None:
     """Name the first difference, ignoring what differs even between two equal runs."""
     noise = {name for hint in again.hints for name in hint.names}
-    return find_cause(again, "twice") or find_cause(compared.without(noise), context)
+    return find_cause(again, "twice") or find_cause(compared.without(noise), kind)
 
 
 def _needs_tolerance(compared: Comparison) -> bool:

@@ -6,14 +6,13 @@ Owns: the folder of all runs, and what a killed run must have left there. Does n
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from lockstep.certify.callback import CALLBACK
 from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
 from lockstep.certify.settings import RunSettings
 from lockstep.errors import ConfigError
-from lockstep.harness.attach import KILLED, TRACE, attached
+from lockstep.harness.attach import KILLED, TRACE
 from lockstep.harness.runs import CommandRuns, runs_folder
 
 
@@ -42,13 +41,7 @@ def certify_command(
         The certificate, and the folder of traces and output if something differs.
     """
     with runs_folder("certify") as folder:
-        runs = CommandRuns(
-            words,
-            folder.path,
-            partial(attached, callback=CALLBACK),
-            limit_s=limit_s,
-            tell=report_run,
-        )
+        runs = CommandRuns(words, folder.path, CALLBACK, limit_s=limit_s, tell=report_run)
 
         def run_command(name: str, settings: RunSettings, ranks: int) -> Path:
             ended = runs.run(name, ranks, asdict(settings))

@@ -16,7 +16,7 @@ from lockstep.certify.compare import Comparison, Difference
 from lockstep.certify.cut import Cut
 from lockstep.certify.trace import GENERATOR
 
-Context = Literal["twice", "resume", "parity"]
+ComparisonKind = Literal["twice", "resume", "parity"]
 
 NAMES = {
     "batch": "batch size",
@@ -90,14 +90,14 @@ class Finding:
     names: tuple[str, ...] = ()
 
 
-def find_cause(compared: Comparison, context: Context) -> Finding | None:
+def find_cause(compared: Comparison, kind: ComparisonKind) -> Finding | None:
     """Return the first cause, or None if no difference counts."""
     if not compared.hard:
         return None
     first = compared.hard[0]
     hints = [hint for hint in compared.hints if hint.step <= first.step]
-    cause, because = _cause(first, hints, context)
-    says = f"{_where(first)}: {_what(first, context)}{because}"
+    cause, because = _cause(first, hints, kind)
+    says = f"{_where(first)}: {_what(first, kind)}{because}"
     return Finding(cause, first.step, says, TRY[cause], first.place, first.names)
 
 
@@ -112,7 +112,7 @@ def name_cut(cut: Cut, steps: int) -> Finding:
     return Finding("loss weighting", steps, says, TRY["loss weighting"], names=names)
 
 
-def _cause(first: Difference, hints: list[Difference], context: Context) -> tuple[str, str]:
+def _cause(first: Difference, hints: list[Difference], kind: ComparisonKind) -> tuple[str, str]:
     """Return the name of a difference, and what the hints add to the sentence."""
     name = NAMES[first.stage]
     if first.at_start:
@@ -131,12 +131,14 @@ def _cause(first: Difference, hints: list[Difference], context: Context) -> tupl
     if volatile and first.stage != "inputs":
         return "buffers", f"; {_differ(volatile)} and {_be(volatile)} not in state_dict()"
     if first.stage in ("inputs", "outputs", "loss"):
-        return _cause_of_pass(first, hints, context)
+        return _cause_of_pass(first, hints, kind)
     own, _ = _attributes(hints)
-    return (KERNELS if context == "twice" else name), _unsaved(own)
+    return (KERNELS if kind == "twice" else name), _unsaved(own)
 
 
-def _cause_of_pass(first: Difference, hints: list[Difference], context: Context) -> tuple[str, str]:
+def _cause_of_pass(
+    first: Difference, hints: list[Difference], kind: ComparisonKind
+) -> tuple[str, str]:
     """Do the same for a difference in the model's inputs or outputs, or in the loss."""
     states = _names_of(hint for hint in hints if hint.stage == "random")
     if states:
@@ -145,7 +147,7 @@ def _cause_of_pass(first: Difference, hints: list[Difference], context: Context)
     if generators:
         return "RNG", f"; the state of {_list(generators)} differs, and is not saved"
     suspect = _unsaved(own)
-    if context == "twice":
+    if kind == "twice":
         built = _names_of(filter(_is_initial, hints))
         if built:
             return INITIALISATION, f"; {_differ(built)} from the start"
@@ -154,14 +156,14 @@ def _cause_of_pass(first: Difference, hints: list[Difference], context: Context)
     if modules and first.stage == "outputs":
         return "buffers", suspect
     lost = _names_of(hint for hint in hints if hint.stage == "task" and hint.at_start)
-    if lost and context == "resume":
+    if lost and kind == "resume":
         return TASK_STATE, f"; {_list(lost)} of the task {_be(lost, past=True)} not restored"
     task = [name for name in own if name.startswith("task.")]
     if task:
-        if context == "resume":
+        if kind == "resume":
             return TASK_STATE, _unsaved(task)
         return TASK_STATE, f"; {_differ(task)} with the number of ranks"
-    if context == "resume":
+    if kind == "resume":
         # Generators are as they were, and torch's is seeded for every micro-batch.
         if first.stage == "outputs":
             return "buffers", "; the model remembers something that state_dict() does not hold"
@@ -212,7 +214,7 @@ def _where(first: Difference) -> str:
     )
 
 
-def _what(first: Difference, context: Context) -> str:
+def _what(first: Difference, kind: ComparisonKind) -> str:
     """Return what differs, with the numbers."""
     match first.stage:
         case "batch":

@@ -16,6 +16,5 @@ from lockstep.checkpoint.state import load_optimizer as load_optimizer
 from lockstep.checkpoint.state import load_scaler as load_scaler
 from lockstep.checkpoint.state import share_of as share_of
 from lockstep.checkpoint.state import snapshot as snapshot
-from lockstep.checkpoint.state import unflatten as unflatten
 from lockstep.checkpoint.store import CheckpointStore as CheckpointStore
 from lockstep.checkpoint.writer import BackgroundWriter as BackgroundWriter

@@ -63,7 +63,7 @@ def read_sizes(gpus: str) -> list[int]:
     >>> read_sizes("4,1,2")
     [1, 2, 4]
     """
-    sizes = read_counts(gpus)
+    sizes = sorted({*read_counts(gpus)})
     if len(sizes) < 2:
         raise ConfigError(
             f"--gpus {gpus} leaves nothing to compare", f"pass --gpus {sizes[0]},{2 * sizes[0]}"

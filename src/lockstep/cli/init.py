@@ -32,11 +32,8 @@ def init(kind: str, script: str, args: Sequence[str], force: bool) -> list[str]:
         ConfigError: for an unknown kind, or a file that exists already.
     """
     if kind not in KINDS:
-        near = closest(kind, KINDS)
-        raise ConfigError(
-            f"there is nothing to generate for {shown(kind)}",
-            f"use {near}" if near else f"use one of {', '.join(KINDS)}",
-        )
+        known = closest(kind, KINDS) or f"one of {', '.join(KINDS)}"
+        raise ConfigError(f"there is nothing to generate for {shown(kind)}", f"use {known}")
     for word in (script, *args):
         check_line("the script or argument", word)
     if Path(script).is_absolute() or ".." in Path(script).parts:
@@ -45,10 +42,10 @@ def init(kind: str, script: str, args: Sequence[str], force: bool) -> list[str]:
             "run lockstep init in the folder of the script",
         )
     files, commands = _files(kind, script, args)
-    said = write_all(files, force=force)
+    lines = write_all(files, force=force)
     if not os.path.exists(script):
-        said.append(f"there is no {script} here yet; lockstep new creates one to start from")
-    return [*said, *(f"  use: {command}" for command in commands)]
+        lines.append(f"there is no {script} here yet; lockstep new creates one to start from")
+    return [*lines, *(f"  use: {command}" for command in commands)]
 
 
 def _files(kind: str, script: str, args: Sequence[str]) -> tuple[list[Made], list[str]]:

@@ -77,8 +77,8 @@ def launch(
     """Run a script on several processes; show the first error, and end all processes together."""
     with quick_to_interrupt():
         from lockstep.cli.run import count_nodes, count_processes
-        from lockstep.launch.local import LaunchRequest
         from lockstep.launch.local import launch as start
+        from lockstep.launch.request import LaunchRequest
         from lockstep.launch.stopping import leave
 
         num = count_processes(gpus)

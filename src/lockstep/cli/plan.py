@@ -3,10 +3,11 @@
 import json
 from typing import Any
 
-from lockstep.errors import ConfigError, plain, shown
+from lockstep.cli.words import read_counts
+from lockstep.errors import ConfigError, shown
 from lockstep.parse import parse_model
 from lockstep.plan import MAX_COUNT, BatchConfig, RateConfig, plan_batches, scaled_rate
-from lockstep.text_input import whole_number
+from lockstep.text_input import LARGEST
 
 COLUMNS = {
     "gpus": "GPUs",
@@ -51,11 +52,7 @@ def show_plan(
     as_json: bool,
 ) -> None:
     """Print the plan as a table, or as JSON."""
-    sizes = [whole_number(size.strip()) or 0 for size in gpus.split(",")]
-    if 0 in sizes:
-        raise ConfigError(
-            f"--gpus {plain(gpus)} is not a list of numbers of GPUs", "pass --gpus 1,2,4,8"
-        )
+    sizes = read_counts(gpus, most=LARGEST)
     if not 0 < samples < MAX_COUNT:
         raise ConfigError(
             f"--samples {shown(samples)} is not a number from 1 to {MAX_COUNT - 1:,}",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lockstep.errors import ConfigError, closest
 from lockstep.harness.command import ending_on_signals
 from lockstep.harness.runs import runs_folder
-from lockstep.rehearse.rehearsal import PHASES, Phase, Rehearsal, Report
+from lockstep.rehearse.rehearsal import REHEARSED, PhaseResult, Rehearsal, Report
 
 
 @ending_on_signals()
@@ -18,11 +18,11 @@ def rehearse(words: Sequence[str], limit_s: float, without: Sequence[str], as_js
     if not words:
         raise ConfigError("there is no command", "add one: lockstep rehearse -- python train.py")
     for name in without:
-        if name not in PHASES:
-            known = closest(name, PHASES) or f"one of {', '.join(PHASES)}"
+        if name not in REHEARSED:
+            known = closest(name, REHEARSED) or f"one of {', '.join(REHEARSED)}"
             raise ConfigError(f"there is no phase {name!r}", f"pass {known}")
 
-    def print_phase(phase: Phase) -> None:
+    def print_phase(phase: PhaseResult) -> None:
         if not as_json:
             took = "" if phase.seconds is None else f"{phase.seconds:.1f} s"
             print(f"  {phase.phase:<9}{phase.verdict:<7}{took:>7}  {phase.evidence}", flush=True)

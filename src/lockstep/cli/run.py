@@ -18,11 +18,8 @@ def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
     """
     names = recipe_names()
     if recipe not in names:
-        near = closest(recipe, names)
-        raise ConfigError(
-            f"there is no recipe {shown(recipe)}",
-            f"use {near}" if near else f"use one of {', '.join(names)}",
-        )
+        known = closest(recipe, names) or f"one of {', '.join(names)}"
+        raise ConfigError(f"there is no recipe {shown(recipe)}", f"use {known}")
     module = f"lockstep_recipes.{recipe}"
     with quick_to_interrupt():
         num_processes = count_processes(gpus)
@@ -30,7 +27,8 @@ def run_recipe(recipe: str, gpus: str, argv: Sequence[str]) -> int:
     flags.flags().read(argv)
     if num_processes == 1:
         importlib.import_module("lockstep_recipes.command").train(flags.build, argv)
-    from lockstep.launch.local import LaunchRequest, launch
+    from lockstep.launch.local import launch
+    from lockstep.launch.request import LaunchRequest
 
     return launch(LaunchRequest(("-m", module, *argv), num_processes))
 

@@ -70,17 +70,16 @@ Limit = Annotated[
 ]
 
 
-def read_counts(gpus: str) -> list[int]:
-    """Return the numbers of processes in `--gpus 1,2,4`, unique and sorted.
+def read_counts(gpus: str, most: int = MAX_PROCESSES) -> list[int]:
+    """Return the numbers of processes in `--gpus 1,2,4`.
 
     >>> read_counts("4,1,2")
-    [1, 2, 4]
+    [4, 1, 2]
     """
-    counts = {whole_number(word.strip(), most=MAX_PROCESSES) for word in gpus.split(",")}
-    numbers = sorted(count for count in counts if count)
-    if len(numbers) < len(counts):
+    counts = [whole_number(word.strip(), most) or 0 for word in gpus.split(",")]
+    if 0 in counts:
         raise ConfigError(
-            f"--gpus {plain(gpus)} is not a list of numbers from 1 to {MAX_PROCESSES:,}",
+            f"--gpus {plain(gpus)} is not a list of numbers from 1 to {most:,}",
             "pass --gpus 1,2,4",
         )
-    return numbers
+    return counts

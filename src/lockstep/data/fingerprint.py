@@ -222,7 +222,8 @@ def _file_fingerprint(file: Path | Span, is_read: bool) -> str:
             size = (os.fstat(opened).st_size if stop is None else stop) - start
             if size <= WHOLE_BYTES:
                 return f"{size} {_digest(os.pread(opened, size, start))}"
-            places = [start + i * (size - PIECE_BYTES) // (NUM_PIECES - 1) for i in range(4)]
+            last = size - PIECE_BYTES
+            places = [start + i * last // (NUM_PIECES - 1) for i in range(NUM_PIECES)]
             pieces = b"".join(os.pread(opened, PIECE_BYTES, place) for place in places)
             return f"{size} {_digest(pieces)}"
         finally:

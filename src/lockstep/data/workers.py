@@ -42,9 +42,9 @@ MAX_TRIES = 3
 SLICE_S = 0.25
 STOPPED_S = 5.0
 """How long a worker may be seen stopped by a signal; no read takes that form."""
-PATIENCE = 10
+SLOWEST_FACTOR = 10
 """A micro-batch may take so many times as long as the slowest so far, whatever the time limit."""
-GOODBYE_S = 1.0
+JOIN_TIMEOUT_S = 1.0
 NUM_FRAMES = 4
 """How many calls are named of a worker that gives no answer."""
 REQUEST_BYTES = 4096
@@ -96,7 +96,7 @@ def read_in_workers(
         while pending:
             began = time.monotonic()
             lost: list[tuple[int, str]] = []
-            while isinstance(found := pool.take(max(timeout_s, PATIENCE * slowest_s)), dict):
+            while isinstance(found := pool.take(max(timeout_s, SLOWEST_FACTOR * slowest_s)), dict):
                 over: dict[Request, str] = {}  # several that had begun nothing count as one
                 for worker, happened in found.items():
                     lost.append((pool.processes[worker].pid, happened))
@@ -194,7 +194,7 @@ class WorkerPool:
             self._num_taken += 1
             self._send_request()
             return found
-        self.processes[turn].join(GOODBYE_S)  # one that was killed closes its connection first
+        self.processes[turn].join(JOIN_TIMEOUT_S)  # one that was killed closes its connection first
         codes = {w: process.exitcode for w, process in enumerate(self.processes)}
         ended = {w: _end_of(code) for w, code in codes.items() if code is not None}
         return ended or {turn: f"sent what cannot be received: {found}"}
@@ -207,12 +207,12 @@ class WorkerPool:
         for connection in self._connections:
             connection.shutdown(socket.SHUT_RDWR)  # the thread may wait at it
         if self._receiver.ident is not None:
-            self._receiver.join(GOODBYE_S)
+            self._receiver.join(JOIN_TIMEOUT_S)
         while self._connections:
             self._connections.pop().close()
         while self.processes:
             process = self.processes.pop()
-            process.join(GOODBYE_S)  # one that waits for a dead disk cannot even be killed
+            process.join(JOIN_TIMEOUT_S)  # one that waits for a dead disk cannot even be killed
             if process.exitcode is not None:
                 process.close()
         self._arrived = SimpleQueue()  # frees what nobody will take

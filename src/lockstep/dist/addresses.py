@@ -1,13 +1,14 @@
 """The address of this machine to listen on, and its network interface.
 
-Owns: opening a socket on one address, so that nothing listens on all of them. Does not own: the
-protocol on that socket.
+Owns: opening a socket on one address, so that nothing listens on all of them, and limiting gloo and
+NCCL to one interface. Does not own: the protocol on that socket.
 """
 
 import errno
 import ipaddress
 import socket
 
+from lockstep.dist.environment import default_variable
 from lockstep.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
@@ -95,6 +96,19 @@ def _is_own(family: socket.AddressFamily, address: str) -> bool:
             return False
         raise
     return True
+
+
+def choose_interface(host: str) -> None:
+    """Let gloo listen only on the interface that leads to `host`, unless a variable names another.
+
+    On one machine NCCL is limited to loopback too. Between machines it chooses its interface
+    itself, because it knows about InfiniBand.
+    """
+    interface = interface_towards(host)
+    if interface is not None:
+        default_variable("GLOO_SOCKET_IFNAME", interface)
+    if interface is not None and host == LOOPBACK:
+        default_variable("NCCL_SOCKET_IFNAME", interface)
 
 
 def interface_towards(host: str) -> str | None:

@@ -129,5 +129,5 @@ class Position:
         return "" if self.has_joined else "before it joined the others"
 
 
-own = Position()
-"""The progress of this process."""
+this_rank = Position()
+"""The progress of this rank; there is one rank for each process."""

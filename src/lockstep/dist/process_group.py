@@ -23,12 +23,12 @@ from lockstep.dist import position
 from lockstep.dist.addresses import (
     LOOPBACK,
     check_loopback,
-    interface_towards,
+    choose_interface,
     listen_at,
     names_loopback,
 )
 from lockstep.dist.detect import Launch
-from lockstep.dist.environment import default_variable, group_timeout_s
+from lockstep.dist.environment import group_timeout_s
 from lockstep.errors import LaunchError
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -57,15 +57,6 @@ def _open_store(launch: Launch, timeout: datetime.timedelta) -> Any:
         timeout=timeout,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-
-
-def _stay_on_this_machine(launch: Launch) -> None:
-    """Make gloo and NCCL listen on loopback only, if all ranks are on this machine."""
-    if launch.local_size == launch.size and names_loopback(launch.head):
-        interface = interface_towards(LOOPBACK)
-        if interface is not None:
-            default_variable("GLOO_SOCKET_IFNAME", interface)
-            default_variable("NCCL_SOCKET_IFNAME", interface)
 
 
 def check_group(launch: Launch) -> str:
@@ -150,9 +141,9 @@ def join_group(
     if launch.size == 1:
         return None, None
     seconds = group_timeout_s(DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
-    position.own.begin_join()
+    position.this_rank.begin_join()
     own, backend = make_group(launch, place, seconds)
-    position.own.end_join()
+    position.this_rank.end_join()
     return backend, own.group
 
 
@@ -162,7 +153,8 @@ def make_group(launch: Launch, place: torch.device, timeout_s: float) -> tuple[O
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         kept = _stores.get(launch) or _open_store(launch, timeout)
-        _stay_on_this_machine(launch)
+        if launch.local_size == launch.size and names_loopback(launch.head):
+            choose_interface(LOOPBACK)
         store = dist.PrefixStore(f"group_{_num_groups}", kept)  # type: ignore[attr-defined]
         # NCCL refuses two ranks on one GPU; gloo supports them, through host memory.
         own_gpu = place.type == "cuda" and not _shares_gpu(launch, store, place)

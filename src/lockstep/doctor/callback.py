@@ -9,7 +9,6 @@ after the trial, and nothing is written into the job's folder. Does not own: sta
 import json
 import math
 import os
-import resource
 import shutil
 import sys
 import time
@@ -37,6 +36,8 @@ from lockstep.dist.fsdp import is_sharded, local_rows
 from lockstep.doctor.findings import Findings, findings_file
 from lockstep.errors import CheckpointError, DataError, LockstepError
 from lockstep.harness.attach import read_settings
+from lockstep.harness.command import descendants
+from lockstep.launch.memory import ControlGroup, free_host_bytes, own_peak_bytes
 from lockstep.nested import tensors_in
 from lockstep.observe.events import log_name
 from lockstep.observe.sinks import SinkConfig
@@ -67,7 +68,7 @@ FAR_AWAY = 10**6
 """Maximum steps of a trial. It stops long before, so that nothing is due at its end."""
 CUSTOM_LOOP = "a custom loop: only its first step was checked"
 
-PHASE_NAMES: dict[Phase, str] = {
+TRIAL_PHASE_OF: dict[Phase, str] = {
     "open folder": "folder",
     "build data": "data",
     "find checkpoint": "resume",
@@ -123,10 +124,9 @@ class DoctorCallback(Callback):
         found = self.found
         found.phase = phase
         found.failed_at = time.time()
-        said = one_line(error), ""
+        found.problems[phase] = [one_line(error), ""]
         if isinstance(error, LockstepError):
-            said = error.problem, error.remedy
-        found.problems[phase] = [*said]
+            found.problems[phase] = [error.problem, error.remedy]
         found.write(self.file)
 
     def check(self, phase: str, action: Callable[[], Checked]) -> Checked:
@@ -140,7 +140,7 @@ class DoctorCallback(Callback):
 
     def note_phase(self, phase: Phase, begins: bool) -> None:
         """Record a phase of the run; end the process if it failed."""
-        name = PHASE_NAMES.get(phase)
+        name = TRIAL_PHASE_OF.get(phase)
         if name is None:
             return
         if begins:
@@ -465,25 +465,20 @@ def peak_memory(device: torch.device) -> int:
     """Return the most memory that this process has held so far on a device."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return own_peak_bytes()
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device; on the host, within the container's limit."""
+    """Return the bytes that are free on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):
-        limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
-    return free
+    return free_host_bytes(ControlGroup.own())
 
 
 def memory_of_children() -> int:
     """Return the memory that child processes do not share."""
     total = 0
-    for child in psutil.Process().children(recursive=True):
+    for child in descendants():
         with suppress(psutil.Error):
             total += child.memory_full_info().uss
     return total

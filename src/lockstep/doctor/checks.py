@@ -7,7 +7,6 @@ any verdict, or the trial of a job (`trial.py`).
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from lockstep.doctor.machine import Driver, read_driver, visible_gpus
 from lockstep.doctor.report import Result
 from lockstep.doctor.trial import try_job
 from lockstep.errors import LockstepError
-from lockstep.harness.command import POLL_S, RunningCommand
+from lockstep.harness.command import RunningCommand, follow
 
 MEASURE_S = 90.0
 MAX_RANKS = 8
@@ -109,9 +108,7 @@ def measure(env: Mapping[str, str], num_ranks: int) -> dict[str, Any]:
         words = [sys.executable, "-m", "lockstep.doctor.collective", str(file), str(num_ranks)]
         command = RunningCommand(words, {}, output, base=env)
         try:
-            deadline = time.monotonic() + MEASURE_S
-            while command.code is None and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+            follow([command], lambda: (None, MEASURE_S))
             try:
                 return dict(json.loads(file.read_text()))
             except (OSError, ValueError):

@@ -223,12 +223,12 @@ def _torchrun_options(words: Sequence[str]) -> Namespace:
 
 def _parse(parser: ArgumentParser, launcher: str, words: Sequence[str]) -> Namespace:
     """Parse a launcher's options with its own parser; the script is the first positional word."""
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
             return parser.parse_args(list(words))
     except SystemExit:
-        problem = said.getvalue().strip().rpartition("error: ")[2]
+        problem = printed.getvalue().strip().rpartition("error: ")[2]
     if "training_script" in problem:
         _script([], is_module=False)
     raise LaunchError(f"{launcher} refuses its options: {problem:.200}", "correct the command")
@@ -428,8 +428,8 @@ def _read_shell(
             raise LaunchError(f"{path.name}: {error}", "pass the command inside it") from None
         record = Path(made) / "words"
         if not record.exists():
-            said = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-            raise LaunchError(f"{path.name} starts nothing: {said}", "run it by hand to see why")
+            reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+            raise LaunchError(f"{path.name} starts nothing: {reason}", "run it by hand to see why")
         where, *inner = os.fsdecode(record.read_bytes()).split("\0")[:-1]
         pairs = (Path(made) / "env").read_bytes().decode(errors="replace").split("\0")
         after = dict(pair.partition("=")[::2] for pair in pairs if "=" in pair)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-PHASES: tuple[str, ...] = (
+TRIAL_PHASES: tuple[str, ...] = (
     "script",
     "folder",
     "resume",
@@ -115,7 +115,7 @@ class Findings:
         first = ranks[0]
         failed = [found for found in ranks if found.failed_at]
         own = min(failed, key=lambda found: found.failed_at, default=first)
-        folder = {phase: said for phase, said in first.problems.items() if phase == "folder"}
+        folder = {phase: problem for phase, problem in first.problems.items() if phase == "folder"}
         return replace(
             first,
             phase=own.phase,

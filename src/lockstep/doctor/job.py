@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lockstep.doctor.command import Command
-from lockstep.doctor.findings import PHASES, Findings
+from lockstep.doctor.findings import TRIAL_PHASES, Findings
 from lockstep.doctor.report import Result, bytes_text, fail, ok, seconds_text, skip, warn
 
 TIGHT_SHARE = 0.9
@@ -38,7 +38,7 @@ def _unfinished(phase: str, found: Findings) -> Result | None:
         return None
     if found.unchecked:
         return skip(found.unchecked)
-    failed = [p for p in PHASES if p in found.problems and p != "folder"]
+    failed = [p for p in TRIAL_PHASES if p in found.problems and p != "folder"]
     if failed:
         return skip(f"not reached: {PHASE_NOUNS[failed[-1]]} failed")
     if found.timed_out_s:
@@ -58,16 +58,16 @@ def _problem(phase: str, found: Findings, fix: str) -> Result | None:
 def script(command: Command, found: Findings) -> Result:
     """Check that the script gets as far as training."""
     words = " ".join(command.script)
-    said = f"{words[:60]}{'...' if len(words) > 60 else ''}"
+    shown_words = f"{words[:60]}{'...' if len(words) > 60 else ''}"
     if "script" in found.problems:
         problem, remedy = found.problems["script"]
-        return fail(f"{said}: {problem}", remedy or TRACEBACK)
+        return fail(f"{shown_words}: {problem}", remedy or TRACEBACK)
     if found.unchecked and not found.task:
-        return skip(f"{said}: {found.unchecked}")
+        return skip(f"{shown_words}: {found.unchecked}")
     if found.phase == "script":
-        return fail(f"{said}: no call of fit in {found.timed_out_s:.0f} s", LONGER)
+        return fail(f"{shown_words}: no call of fit in {found.timed_out_s:.0f} s", LONGER)
     ranks = f", tried as {found.num_ranks} ranks" if found.num_ranks > 1 else ""
-    return ok(f"{said} trains {found.task!r} on {found.device}{ranks}")
+    return ok(f"{shown_words} trains {found.task!r} on {found.device}{ranks}")
 
 
 def command_read(command: Command) -> Result:

@@ -132,8 +132,8 @@ def gpus(driver: Driver, env: Mapping[str, str], num_processes: int = 0) -> Resu
         )
     errors = {gpu.index: gpu.ecc_errors for gpu in seen if gpu.ecc_errors}
     if errors:
-        told = ", ".join(f"GPU {index}: {count}" for index, count in errors.items())
-        return fail(f"uncorrected memory errors: {told}", "run nvidia-smi -r, or use another GPU")
+        counts = ", ".join(f"GPU {index}: {count}" for index, count in errors.items())
+        return fail(f"uncorrected memory errors: {counts}", "run nvidia-smi -r, or use another GPU")
     return ok(listed)
 
 
@@ -146,14 +146,14 @@ def gpus_idle(driver: Driver, env: Mapping[str, str]) -> Result:
     if not busy:
         used = max(gpu.used_bytes for gpu in seen)
         return ok(f"at most {bytes_text(used)} in use, no other process")
-    told = []
+    listed = []
     for gpu in busy:
         who = f"processes {', '.join(map(str, gpu.pids))}" if gpu.pids else "no process shown"
-        told.append(f"GPU {gpu.index}: {bytes_text(gpu.used_bytes)} in use, {who}")
+        listed.append(f"GPU {gpu.index}: {bytes_text(gpu.used_bytes)} in use, {who}")
     free = [str(gpu.index) for gpu in driver.gpus if gpu not in busy]
     fix = "wait for them, or end them if they are yours"
     others = f"; idle: CUDA_VISIBLE_DEVICES={','.join(free)}" if free else ""
-    return fail("; ".join(told), fix + others)
+    return fail("; ".join(listed), fix + others)
 
 
 def cuda_stack(driver: Driver, facts: Mapping[str, Any]) -> Result:

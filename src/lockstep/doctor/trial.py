@@ -17,10 +17,11 @@ from pathlib import Path
 from lockstep.doctor.command import Command
 from lockstep.doctor.findings import Findings, findings_file
 from lockstep.doctor.network import without_launch
-from lockstep.harness.attach import attached, write_settings
-from lockstep.harness.command import POLL_S, RunningCommand
-from lockstep.harness.failure import Failure
-from lockstep.harness.runs import CommandRuns, let_end
+from lockstep.harness.attach import write_settings
+from lockstep.harness.command import RunningCommand, follow
+from lockstep.harness.failure import CommandFailure
+from lockstep.harness.ranks import given_threads
+from lockstep.harness.runs import CommandRuns
 
 CALLBACK = "lockstep.doctor.callback:DoctorCallback"
 """A name, not an import: `lockstep doctor` itself does not import torch."""
@@ -62,16 +63,14 @@ def _try_ranks(
     with tempfile.TemporaryDirectory(prefix="lockstep_doctor_") as made:
         folder = Path(made)
         base = without_launch({**env, **command.env})
+        base["LOCKSTEP_PLANNED_RANKS"] = str(command.world_size)
         base.setdefault("OMP_NUM_THREADS", str(_threads(command)))
         runs = CommandRuns(
             [sys.executable, *command.script],
             folder,
-            lambda folder: {
-                **attached(folder, CALLBACK),
-                "LOCKSTEP_PLANNED_RANKS": str(command.world_size),
-            },
+            CALLBACK,
             limit_s=0,
-            threads=int(base["OMP_NUM_THREADS"]),
+            threads=given_threads(base) or 1,
             base=base,
             work_folder=command.folder,
         )
@@ -79,28 +78,14 @@ def _try_ranks(
         try:
             commands = runs.start(folder, num_ranks)
             try:
-                has_ended = _wait(commands, deadline)
+                left_s = deadline - time.monotonic()
+                has_ended = follow(commands, lambda: (None, left_s)) is not None
             finally:
                 for started in commands:
                     started.close()
             return _read(folder, commands, has_ended)
         finally:
             remove_scratch(folder)
-
-
-def _wait(commands: Sequence[RunningCommand], deadline: float) -> bool:
-    """Wait until all ranks have ended, or one has failed; return False at the deadline."""
-    while time.monotonic() < deadline:
-        codes = [command.code for command in commands]
-        for command in commands:
-            command.note_children()
-        if None not in codes:
-            return True
-        if any(codes):  # the others wait for it, or are about to notice
-            let_end(commands, deadline)
-            return True
-        time.sleep(POLL_S)
-    return False
 
 
 def _read(folder: Path, commands: Sequence[RunningCommand], has_ended: bool) -> Findings:
@@ -117,10 +102,10 @@ def _read(folder: Path, commands: Sequence[RunningCommand], has_ended: bool) -> 
     if failed is None and not is_through:
         problem = "it ends without a call of lockstep.fit or train_step"
         found.problems["script"] = [problem, "pass a script that trains"]
-    elif failed is not None and failed.process.returncode == -signal.SIGKILL:
+    elif failed is not None and failed.code == -signal.SIGKILL:
         found.problems["step" if is_through else "script"] = ["it was killed: out of memory", ""]
     elif failed is not None:
-        failure = Failure.read(failed.text)
+        failure = CommandFailure.read(failed.text)
         found.problems[found.phase] = [failure.problem, failure.advice]
     return found
 

@@ -27,9 +27,8 @@ class Statistics:
     def __init__(self, model: nn.Module) -> None:
         layers: list[Any] = [m for m in model.modules() if isinstance(m, BATCH_NORMS)]
         self._layers = [layer for layer in layers if layer.running_mean is not None]
-        pairs = [(m.running_mean, m.running_var) for m in self._layers]
-        self._values = [b for pair in pairs for b in pair if b is not None]
-        self._counts = [b for m in self._layers if (b := m.num_batches_tracked) is not None]
+        self._values = [b for m in self._layers for b in (m.running_mean, m.running_var)]
+        self._counts = [m.num_batches_tracked for m in self._layers]
         known = {id(b) for b in (*self._values, *self._counts)}
         self._changes = BufferChanges(model)
         places = self._changes.places.items()

@@ -1,7 +1,7 @@
 """A command started by a tool.
 
-Owns: the process and all its descendants, none of which outlives the tool. Does not own: why the
-command was started, or when it has done enough.
+Owns: the process and all its descendants, none of which outlives the tool, and waiting for its end.
+Does not own: why the command was started, or what counts as progress.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,8 @@ START_S = 60.0
 """The least time that a command gets to its first sign of life, since it imports torch."""
 LAUNCHER_S = 40.0
 """How long a launcher may take to detect that a rank has died."""
+GRACE_S = 5.0
+"""How long ranks may continue after one of them has failed."""
 
 
 @contextlib.contextmanager
@@ -86,8 +88,17 @@ class RunningCommand:
 
     @property
     def code(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-        return self.process.poll()
+        """Return the exit code, or None while it runs.
+
+        An exception of a signal handler inside `Popen.poll` may leave its lock taken, and then
+        `Popen.wait` never returns. So `poll` is not called.
+        """
+        with contextlib.suppress(ChildProcessError):  # it was reaped, and its code was lost
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            is_ended = self.process.returncode is not None
+            if not (is_ended or os.waitid(os.P_PID, self.process.pid, options)):
+                return None
+        return self.process.wait()
 
     @property
     def text(self) -> str:
@@ -97,7 +108,7 @@ class RunningCommand:
     def note_children(self) -> None:
         """List descendants now: a re-parented process cannot be found later."""
         if self.code is None:
-            self.family |= set(children_of(psutil.Process(self.process.pid)))
+            self.family |= descendants(psutil.Process(self.process.pid))
 
     def close(self) -> None:
         """Kill all processes that are still running."""
@@ -105,13 +116,49 @@ class RunningCommand:
         for process in self.family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        if self.process.poll() is None:
+        if self.code is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
 
-def children_of(process: psutil.Process) -> list[psutil.Process]:
-    """Return all descendants of a process, or [] if it has ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return list(process.children(recursive=True))
-    return []
+def follow(
+    commands: Sequence[RunningCommand],
+    progress: Callable[[], tuple[object, float]],
+    is_enough: Callable[[], bool] = lambda: False,
+) -> int | None:
+    """Wait until all commands have ended, one has failed, or `is_enough()`.
+
+    Args:
+        commands: The commands to watch. After a failure the others may report their errors.
+        progress: Returns a value that changes with progress, and how long it may stay the same.
+        is_enough: Called after `progress`.
+
+    Returns:
+        The exit code of the first command that failed, or 0; None without progress.
+    """
+    value: object = None
+    last = time.monotonic()
+    while True:
+        codes = [command.code for command in commands]
+        for command in commands:
+            command.note_children()
+        now_value, limit_s = progress()
+        if now_value != value:
+            value = now_value
+            last = time.monotonic()
+        if None not in codes or any(codes) or is_enough():
+            break
+        if time.monotonic() - last > limit_s:
+            return None
+        time.sleep(POLL_S)
+    deadline = min(time.monotonic() + GRACE_S, last + limit_s)
+    while any(codes) and time.monotonic() < deadline and None in [one.code for one in commands]:
+        time.sleep(POLL_S)
+    return next(filter(None, codes), 0)
+
+
+def descendants(process: psutil.Process | None = None) -> set[psutil.Process]:
+    """Return all descendants of a process, by default of this one; none if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return set((process or psutil.Process()).children(recursive=True))
+    return set()

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CommandFailure:
     """The first error of a command that failed, or the place where it hangs."""
 
     error: str
@@ -31,10 +31,10 @@ class Failure:
         return bool({"_save", "save", "state", "snapshot"} & set(self.functions))
 
     @classmethod
-    def read(cls, text: str) -> "Failure":
+    def read(cls, text: str) -> "CommandFailure":
         r"""Find the first error in the output of any launcher.
 
-        >>> failure = Failure.read(
+        >>> failure = CommandFailure.read(
         ...     "[rank1]: Traceback (most recent call last):\n"
         ...     '[rank1]:   File "/home/me/train.py", line 7, in evaluate\n'
         ...     "[rank1]:     1 / 0\n[rank1]: ZeroDivisionError: by zero\n"
@@ -47,7 +47,7 @@ class Failure:
         return replace(found, advice=advice[1]) if advice else found
 
     @classmethod
-    def _first_error(cls, text: str) -> "Failure":
+    def _first_error(cls, text: str) -> "CommandFailure":
         lines = [re.sub(r"^(\[[^\]]*\]:?\s?)+", "", line) for line in text.splitlines()]
         for number, line in enumerate(lines):
             if line.startswith("Traceback (most recent call last)"):
@@ -60,7 +60,7 @@ class Failure:
         return cls(printed[-1][:200] if printed else "it printed nothing")
 
     @classmethod
-    def _from_traceback(cls, lines: list[str]) -> "Failure":
+    def _from_traceback(cls, lines: list[str]) -> "CommandFailure":
         frames = []
         for line in lines:
             if found := re.match(r'  File "(.*)", line (\d+), in (\S+)', line):
@@ -70,7 +70,7 @@ class Failure:
         return cls("a truncated traceback", _place(frames[::-1]))
 
     @classmethod
-    def read_stacks(cls, text: str) -> "Failure":
+    def read_stacks(cls, text: str) -> "CommandFailure":
         """Return the place of the rank that hangs, not of the ranks that wait for it."""
         _, *stacks = re.split(r"^Current thread .*most recent call first.*\n", text, flags=re.M)
         found = [cls._from_dump(stack.splitlines()) for stack in stacks]
@@ -79,7 +79,7 @@ class Failure:
         return (own or ranks or [cls("")])[0]
 
     @classmethod
-    def _from_dump(cls, lines: list[str]) -> "Failure":
+    def _from_dump(cls, lines: list[str]) -> "CommandFailure":
         frames = []
         for line in lines:
             found = re.match(r'  File "(.*)", line (\d+) in (\S+)', line)

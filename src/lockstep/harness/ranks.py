@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.text_input import whole_number
@@ -36,8 +37,16 @@ def rank_variables(
 
 def threads_of_each(num_ranks: int) -> int:
     """Return the CPU threads per rank: OMP_NUM_THREADS, or an equal share of the cores."""
-    given = whole_number(os.environ.get("OMP_NUM_THREADS", ""))
-    return given or max(1, (os.cpu_count() or 1) // num_ranks)
+    return given_threads(os.environ) or max(1, (os.cpu_count() or 1) // num_ranks)
+
+
+def given_threads(env: Mapping[str, str]) -> int | None:
+    """Return OMP_NUM_THREADS if it is valid; of a list for nested levels, the first number.
+
+    >>> given_threads({"OMP_NUM_THREADS": "4,2"})
+    4
+    """
+    return whole_number(env.get("OMP_NUM_THREADS", "").split(",")[0].strip()) or None
 
 
 def free_port() -> int:

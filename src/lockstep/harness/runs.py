@@ -4,7 +4,6 @@ Owns: starting the ranks, watching them, starting them again after a kill, and r
 Does not own: the callbacks in them (`callback.py` of each tool), or the use of their results.
 """
 
-import math
 import os
 import shutil
 import tempfile
@@ -16,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LaunchError
-from lockstep.harness.attach import KILLED, TRACE, write_settings
-from lockstep.harness.command import LAUNCHER_S, POLL_S, START_S, RunningCommand
-from lockstep.harness.failure import Failure
-from lockstep.harness.ranks import free_port, rank_variables
-
-GRACE_S = 5.0
-"""How long ranks may continue after one of them has failed."""
+from lockstep.harness.attach import KILLED, TRACE, attached, write_settings
+from lockstep.harness.command import LAUNCHER_S, START_S, RunningCommand, follow
+from lockstep.harness.failure import CommandFailure
+from lockstep.harness.ranks import free_port, given_threads, rank_variables
 
 
 @dataclass
@@ -53,7 +49,7 @@ class CommandRuns:
     Args:
         words: The command.
         folder: Gets a folder for each run.
-        attach: Returns the variables that attach the tool's callback, given the run's folder.
+        callback: The tool's callback, a "module:Class".
         limit_s: The longest time without progress of a run.
         tell: Called with the name and the seconds of each run that succeeds.
         threads: The CPU threads of each of several ranks; sums depend on it.
@@ -65,7 +61,7 @@ class CommandRuns:
         self,
         words: Sequence[str],
         folder: Path,
-        attach: Callable[[Path], Mapping[str, str]],
+        callback: str,
         *,
         limit_s: float,
         tell: Callable[[str, float], None] = lambda name, seconds: None,
@@ -75,13 +71,12 @@ class CommandRuns:
     ) -> None:
         self.words = list(words)
         self.folder = folder
-        self.attach = attach
+        self.callback = callback
         self.limit_s = limit_s
         self.tell = tell
         self.base = base
         self.work_folder = work_folder
-        given = int(os.environ.get("OMP_NUM_THREADS", "1"))
-        self.threads = given if threads is None else threads
+        self.threads = (given_threads(os.environ) or 1) if threads is None else threads
 
     def run(self, name: str, ranks: int, settings: Mapping[str, Any]) -> Path:
         """Run the command, and again after a kill; return the folder of its files.
@@ -119,7 +114,7 @@ class CommandRuns:
 
     def start(self, folder: Path, ranks: int) -> list[RunningCommand]:
         """Start the command as typed, or as `ranks` ranks of one group."""
-        env = dict(self.attach(folder))
+        env = attached(folder, self.callback)
         place: dict[str, Any] = {"base": self.base, "work_folder": self.work_folder}
         if not ranks:
             return [RunningCommand(self.words, env, folder / "output.txt", **place)]
@@ -147,43 +142,28 @@ class CommandRuns:
 
         After a kill a launcher has time to react, and may restart the ranks.
         """
-        size = -1
-        last = time.monotonic()
-        while True:
-            codes = [command.code for command in commands]
-            for command in commands:
-                command.note_children()
-            if all(code == 0 for code in codes):
-                return ""
-            if failed := [code for code in codes if code]:
-                let_end(commands)
-                return f"exit code {failed[0]}" if failed[0] > 0 else f"signal {-failed[0]}"
+        limit_s = self.limit_s
+
+        def progress() -> tuple[int, float]:
+            nonlocal limit_s
             traces = list((folder / TRACE).glob("rank_*.jsonl"))
-            now = sum(path.stat().st_size for path in traces)
-            if now != size:
-                size = now
-                last = time.monotonic()
             limit_s = self.limit_s if traces else max(self.limit_s, START_S)
             if may_be_killed and (folder / KILLED).exists():
                 limit_s = min(limit_s, LAUNCHER_S)
-            if time.monotonic() - last > limit_s:
-                return f"no progress for {limit_s:g} s"
-            time.sleep(POLL_S)
+            return sum(path.stat().st_size for path in traces), limit_s
+
+        code = follow(commands, progress)
+        if code is None:
+            return f"no progress for {limit_s:g} s"
+        return f"exit code {code}" if code > 0 else f"signal {-code}" if code else ""
 
     def _failure(self, name: str, commands: Sequence[RunningCommand], ended: str) -> LaunchError:
         """Return the error for a run that failed."""
         command = next((command for command in commands if command.code), commands[0])
-        failure = Failure.read(command.text)
+        failure = CommandFailure.read(command.text)
         advice = failure.advice or "run the command by itself"
         where = f" at {failure.place}" if failure.place else ""
         return LaunchError(
             f"the command failed ({name}: {ended}): {failure.problem}{where}",
             f"read its output in {command.output}; {advice}",
         )
-
-
-def let_end(commands: Sequence[RunningCommand], deadline: float = math.inf) -> None:
-    """Give the other ranks a short time to report their errors."""
-    deadline = min(deadline, time.monotonic() + GRACE_S)
-    while time.monotonic() < deadline and any(command.code is None for command in commands):
-        time.sleep(POLL_S)

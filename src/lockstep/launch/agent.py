@@ -19,7 +19,7 @@ from lockstep.launch.failure import (
     EXIT_CRASH_LOOP,
     EXIT_EARLY,
     FINAL_CODES,
-    Failure,
+    RankFailure,
     find_failure,
     from_record,
     waited_in_vain,
@@ -64,7 +64,7 @@ class Agent(LocalElasticAgent):
         self.logs = LogFollowers([])
         self.seen: Counter[str] = Counter()
         self.left_at = 0.0
-        self.has_told = False
+        self.has_reported_stuck = False
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -86,10 +86,10 @@ class Agent(LocalElasticAgent):
         assert ranks is not None
         if handler.loss is not None:
             return self._end_round(handler.loss)
-        if not self.has_told and handler.is_closed():
+        if not self.has_reported_stuck and handler.is_closed():
             self.left_at = self.left_at or time.monotonic()
-            self.has_told = time.monotonic() - self.left_at > LEFT_S
-            if self.has_told:
+            self.has_reported_stuck = time.monotonic() - self.left_at > LEFT_S
+            if self.has_reported_stuck:
                 ended = "lockstep: the launchers on the other nodes have ended"
                 write_stderr(f"{ended}\n{ranks.where()}")
         ranks.look()
@@ -118,7 +118,7 @@ class Agent(LocalElasticAgent):
         self.exit_code = self.exit_code or 1
         return RunResult(state=WorkerState.FAILED)
 
-    def _decide(self, failure: Failure) -> None:
+    def _decide(self, failure: RankFailure) -> None:
         """Report a failure, and decide whether to restart the ranks."""
         self.exit_code = failure.code
         self.seen[failure.identity] += 1
@@ -152,8 +152,8 @@ class Agent(LocalElasticAgent):
             return EXIT_NOT_SAVED
         if EXIT_NOT_SAVED in codes:
             # A rank that failed has left a record; one that left at a second signal has printed it.
-            told = [one for one in self.ranks.records() if one["code"] == EXIT_NOT_SAVED]
-            write_stderr(from_record(told[0]).text(0, is_loop=False) if told else "")
+            unsaved = [one for one in self.ranks.records() if one["code"] == EXIT_NOT_SAVED]
+            write_stderr(from_record(unsaved[0]).text(0, is_loop=False) if unsaved else "")
             return EXIT_NOT_SAVED
         if not any(codes):
             return 0

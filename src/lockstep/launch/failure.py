@@ -30,7 +30,7 @@ LESS_MEMORY = "lower batch.batch_size or loader.num_workers, or ask for more mem
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """Why a group of ranks ended."""
 
     rank: int
@@ -58,7 +58,7 @@ class Failure:
         return "".join(f"{line}\n" for line in lines)
 
 
-def find_failure(ranks: Ranks) -> Failure | None:
+def find_failure(ranks: Ranks) -> RankFailure | None:
     """Return why ranks have failed, or None if none has.
 
     Call this before the remaining ranks are ended, or they would be taken for the cause.
@@ -78,7 +78,7 @@ def find_failure(ranks: Ranks) -> Failure | None:
     return from_code(ranks.first + local, code if code > 0 else 128 - code)
 
 
-def from_record(record: Mapping[str, Any]) -> Failure:
+def from_record(record: Mapping[str, Any]) -> RankFailure:
     """Return the failure of a rank that left a record of it."""
     rank, code, error = record["rank"], record["code"], record["error"]
     if not error:
@@ -87,17 +87,17 @@ def from_record(record: Mapping[str, Any]) -> Failure:
     where = ", ".join([f"rank {rank} on {record['host']}", *notes])
     trace = record["traceback"].rstrip()  # empty for an error raised on purpose
     lines = (*filter(None, [trace]), f"lockstep: {where}: {error}")
-    return Failure(rank, code, lines, identity_of(error, record["notes"]))
+    return RankFailure(rank, code, lines, identity_of(error, record["notes"]))
 
 
-def from_code(rank: int, code: int) -> Failure:
+def from_code(rank: int, code: int) -> RankFailure:
     """Return the failure of a rank that left only an exit code."""
     if code in FINAL_CODES:  # the rank has printed why
-        return Failure(rank, code)
-    return Failure(rank, code, (f"lockstep: rank {rank} exited with code {code}",))
+        return RankFailure(rank, code)
+    return RankFailure(rank, code, (f"lockstep: rank {rank} exited with code {code}",))
 
 
-def killed(ranks: Ranks, local: int, number: signal.Signals) -> Failure:
+def killed(ranks: Ranks, local: int, number: signal.Signals) -> RankFailure:
     """Return the failure of a rank that a signal ended."""
     rank = ranks.first + local
     position = ranks.position(local)
@@ -116,7 +116,7 @@ def killed(ranks: Ranks, local: int, number: signal.Signals) -> Failure:
         else:
             line += "; it was not the kernel's out-of-memory killer, which has killed nothing here"
     has_place = position.step is not None or position.has_begun
-    return Failure(
+    return RankFailure(
         rank,
         128 + number,
         (line,),
@@ -127,7 +127,7 @@ def killed(ranks: Ranks, local: int, number: signal.Signals) -> Failure:
     )
 
 
-def _left_early(ranks: Ranks, failed: Mapping[str, Any]) -> Failure | None:
+def _left_early(ranks: Ranks, failed: Mapping[str, Any]) -> RankFailure | None:
     """Return the early exit of a rank that made another rank fail, if there is one."""
     error = failed["error"]
     if not error:
@@ -156,7 +156,7 @@ def _has_lost_peer(failed: Mapping[str, Any]) -> bool:
     return bool(is_lost) and is_of_collective(error, failed["error_module"])
 
 
-def _left_run(ranks: Ranks) -> Failure | None:
+def _left_run(ranks: Ranks) -> RankFailure | None:
     """Return the failure of ranks that all exited with 0 inside a run and left no record."""
     inside = [local for local in range(len(ranks.codes)) if ranks.position(local).is_in_run]
     if not inside:
@@ -168,10 +168,10 @@ def _left_run(ranks: Ranks) -> Failure | None:
     if len(inside) > 1:
         line += f"; so did {len(inside) - 1} more"
     remedy = "look for a call that ends the process there: os._exit() in a thread, exit() in C code"
-    return Failure(rank, EXIT_EARLY, (line,), remedy=remedy)
+    return RankFailure(rank, EXIT_EARLY, (line,), remedy=remedy)
 
 
-def _abandoned(ranks: Ranks) -> Failure | None:
+def _abandoned(ranks: Ranks) -> RankFailure | None:
     """Return the early exit of a rank that all remaining ranks wait for."""
     living = [(ranks.first + local, ranks.position(local)) for local in ranks.living]
     for local, code in enumerate(ranks.codes):
@@ -181,7 +181,7 @@ def _abandoned(ranks: Ranks) -> Failure | None:
     return None
 
 
-def early_exit(ranks: Ranks, local: int, consequence: str, traceback: str = "") -> Failure:
+def early_exit(ranks: Ranks, local: int, consequence: str, traceback: str = "") -> RankFailure:
     """Return the failure of a rank whose script exited with 0 while others needed it.
 
     Args:
@@ -199,7 +199,7 @@ def early_exit(ranks: Ranks, local: int, consequence: str, traceback: str = "") 
     )
     line = f"{where}, but the others still needed it: {consequence}"
     lines = (traceback, line) if traceback else (line,)
-    return Failure(rank, EXIT_EARLY, lines, remedy=remedy)
+    return RankFailure(rank, EXIT_EARLY, lines, remedy=remedy)
 
 
 def waited_in_vain(ranks: Ranks, codes: Sequence[int | None]) -> bool:

@@ -1,8 +1,8 @@
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 errors=${record}_$SLURM_JOB_ID.errors # what ranks failed with, however often the job is queued
 rm -f "$record.$SLURM_JOB_ID."*.first # of a stay that ended with its node
-told=
-trap 'told=yes' TERM # SLURM takes the job away; the ranks know, save, and leave with 143
+is_terminated=
+trap 'is_terminated=yes' TERM # SLURM takes the job away; the ranks know, save, and leave with 143
 
 say() { echo "lockstep: $*"; }
 
@@ -68,7 +68,7 @@ wait_for_nodes() {
   local until=$((SECONDS + 600))
   while ((SECONDS < until)); do
     timeout 60 srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --quiet true && return
-    [[ -z $told ]] || return
+    [[ -z $is_terminated ]] || return
     say "not all nodes answer; waiting for them, or for SLURM to queue the job again"
     sleep 10
   done
@@ -84,12 +84,12 @@ for ((try = 1; ; try++)); do
     0 | 2 | 3 | 4 | 5 | 129 | 130 | 131) break ;; # finished, stopped, or as true the second time
     143) if is_preempted; then requeue "saved for a job that goes first"; else break; fi ;;
   esac
-  [[ -z $told ]] || break # cancelled, or in the queue again already
+  [[ -z $is_terminated ]] || break # cancelled, or in the queue again already
   ((code != 138)) || requeue "saved before the time limit"
   ((try <= restarts)) || break
   say "a rank ended with exit code $code; all start again (try $((try + 1)) of $((restarts + 1)))"
   wait_for_nodes
-  [[ -z $told ]] || break
+  [[ -z $is_terminated ]] || break
   ! is_limit_near || requeue "the time limit is near"
 done
 exit "$code"

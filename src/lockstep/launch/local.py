@@ -17,14 +17,14 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING
 
-from lockstep.dist.addresses import LOOPBACK, check_loopback, interface_towards
+from lockstep.dist.addresses import LOOPBACK, check_loopback, choose_interface
 from lockstep.errors import LaunchError, plain, shown, write_stderr
 from lockstep.launch.handshake import TOKEN_VARIABLE
-from lockstep.launch.member import Membership, Place, parse_head
+from lockstep.launch.member import Membership, parse_head
+from lockstep.launch.request import LaunchRequest
 from lockstep.launch.stopping import SIGNALS, Stopped, StopRequest
 from lockstep.launch.worker import check_module, check_script, work
 from lockstep.text_input import LARGEST
@@ -41,44 +41,26 @@ MAX_NODES = 65_536
 """SLURM's limit too."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchRequest:
-    """A script to run, and the processes to run it on."""
-
-    words: tuple[str, ...]
-    """A script, or -m and a module, and its arguments."""
-    num_processes: int
-    """On this machine."""
-    num_nodes: int = 1
-    node_rank: int = 0
-    head: str = ""
-    """HOST:PORT of node 0; empty on one machine, where a free port is used."""
-    restarts: int = 0
-    logs: str | None = None
-    wait_s: float = 600.0
-    """How long to wait for the other machines."""
-
-
 def launch(command: LaunchRequest) -> int:
     """Run the command and return the exit code of the first rank that failed, or 0."""
     _check(command)
     cores_each = max(1, (os.cpu_count() or 1) // command.num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_each))
     # If the launcher was told to ignore a signal (`nohup`, a shell's `&`), its ranks ignore it too.
-    heard = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    handled = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # none: `StopRequest` handles them
-    with StopRequest(heard, os.environ, _kill_wait_s) as stop:
+    with StopRequest(handled, os.environ, _kill_wait_s) as stop:
         try:
-            return _launch(command, stop, heard)
+            return _launch(command, stop, handled)
         except Stopped:  # before the agent was created
             assert stop.requested is not None
             return 128 + int(stop.requested)
 
 
-def _launch(command: LaunchRequest, stop: StopRequest, heard: Sequence[str]) -> int:
+def _launch(command: LaunchRequest, stop: StopRequest, handled: Sequence[str]) -> int:
     membership = _meet_other_nodes(command)
     try:
-        return _run_ranks(command, membership, stop, heard)
+        return _run_ranks(command, membership, stop, handled)
     finally:
         if membership is not None:
             membership.leave()
@@ -94,42 +76,22 @@ def _meet_other_nodes(command: LaunchRequest) -> Membership | None:
     num_ranks = command.num_processes
     if command.num_nodes > 1:
         _check_gpus(command.num_processes)
-        place = Place(
-            command.node_rank,
-            command.num_nodes,
-            command.num_processes,
-            command.head,
-            command.wait_s,
-        )
-        membership = Membership(place, os.environ)
+        membership = Membership(command, os.environ)
         num_ranks = sum(membership.processes)
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks do not need it, and may log their environment
     os.environ["LOCKSTEP_EXPECTED_RANKS"] = str(num_ranks)
-    _choose_interface(parse_head(command.head)[0] if command.num_nodes > 1 else LOOPBACK)
+    choose_interface(parse_head(command.head)[0] if command.num_nodes > 1 else LOOPBACK)
     return membership
-
-
-def _choose_interface(host: str) -> None:
-    """Let gloo listen only on the interface that leads to `host`.
-
-    On one node NCCL is limited to loopback too. Between nodes it chooses its interface itself,
-    because it knows about InfiniBand.
-    """
-    interface = interface_towards(host)
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if interface is not None and host == LOOPBACK:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def _run_ranks(
     command: LaunchRequest,
     membership: Membership | None,
     stop: StopRequest,
-    heard: Sequence[str],
+    handled: Sequence[str],
 ) -> int:
     """Start the ranks of this node and return the exit code of the first that failed, or 0."""
-    with _as_nobody(), _held_back(heard):
+    with _as_nobody(), _held_back(handled):
         multiprocessing.set_forkserver_preload(preloaded(command.restarts))
         forkserver.ensure_running()  # imports torch in parallel with this process
 

@@ -15,7 +15,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lockstep.dist.addresses import LOOPBACK, own_addresses
@@ -35,13 +34,14 @@ from lockstep.launch.handshake import (
     send,
     splice,
 )
+from lockstep.launch.request import LaunchRequest
 from lockstep.text_input import whole_number
 
 RETRY_S = 0.2
 TUNNEL_S = 60.0
 """How long a rank's connection to the store may wait for node 0 to answer."""
-GOODBYE_S = 5.0
-"""How long to wait until the other nodes were told that this one leaves."""
+LEAVE_TIMEOUT_S = 5.0
+"""How long to wait until the other nodes know that this one leaves."""
 HEAD_REMEDY = (
     "pass the same --head on every node, with a port that is free on node 0 and reachable from the "
     "other nodes"
@@ -59,28 +59,16 @@ class LinkLostError(Exception):
     """The connection to node 0 ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of this node in the job, from its command line."""
-
-    node: int
-    num_nodes: int
-    num_processes: int
-    head: str
-    """HOST:PORT of node 0."""
-    wait_s: float
-
-
 class Membership:
     """This node's membership in a job of several nodes.
 
-    `Membership(place, env)` returns when all nodes have joined. If one is missing or they do not
+    `Membership(request, env)` returns when all nodes have joined. If one is missing or they do not
     fit together, it raises the same error on all of them.
     """
 
-    def __init__(self, place: Place, env: Mapping[str, str]) -> None:
-        self.place = place
-        self.host, self.port = parse_head(place.head)
+    def __init__(self, request: LaunchRequest, env: Mapping[str, str]) -> None:
+        self.request = request
+        self.host, self.port = parse_head(request.head)
         self.token = job_token(env)
         self.key_path = key_path(env)
         self.launcher = secrets.token_hex(8)
@@ -130,12 +118,12 @@ class Membership:
             return
         ended = asyncio.run_coroutine_threadsafe(self._leave(), self._loop)
         try:
-            ended.result(2 * GOODBYE_S)
+            ended.result(2 * LEAVE_TIMEOUT_S)
         except TimeoutError:
             pass
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(GOODBYE_S)
+            self._thread.join(LEAVE_TIMEOUT_S)
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -156,9 +144,9 @@ class Membership:
         await asyncio.sleep(0)  # sockets close in the next iteration of the event loop
 
     async def _enter(self) -> None:
-        if self.place.node == 0:
+        if self.request.node_rank == 0:
             await self._open_head()
-        await self._connect(self._loop.time() + self.place.wait_s)
+        await self._connect(self._loop.time() + self.request.wait_s)
 
     async def _open_head(self) -> None:
         """Listen on the addresses that --head names here.
@@ -167,13 +155,13 @@ class Membership:
         a name other than localhost (Debian's 127.0.1.1), listen on all. Every connection must prove
         the token.
         """
-        own = Coordinator(self.token, self.place.num_nodes, self.place.wait_s)
+        own = Coordinator(self.token, self.request.num_nodes, self.request.wait_s)
         try:
             addresses = [address for _, address in own_addresses(self.host)]
             await own.open(addresses or None, self.port)
         except OSError as error:
             raise LaunchError(
-                f"node 0 cannot listen on {self.place.head}: {_reason(error)}", HEAD_REMEDY
+                f"node 0 cannot listen on {self.request.head}: {_reason(error)}", HEAD_REMEDY
             ) from error
         self._coordinator = own
 
@@ -188,9 +176,9 @@ class Membership:
         send(
             writer,
             "member",
-            node=self.place.node,
-            num_nodes=self.place.num_nodes,
-            num_processes=self.place.num_processes,
+            node=self.request.node_rank,
+            num_nodes=self.request.num_nodes,
+            num_processes=self.request.num_processes,
             host=socket.gethostname(),
             launcher=self.launcher,
             run_id=self.run_id,
@@ -199,8 +187,8 @@ class Membership:
             answer = await self._answer
         except LinkLostError as lost:
             raise LaunchError(
-                f"node 0 at {self.place.head} ended before all {self.place.num_nodes} nodes had "
-                "joined",
+                f"node 0 at {self.request.head} ended before all {self.request.num_nodes} nodes "
+                "had joined",
                 "read what node 0 printed, then run the same command on every node",
             ) from lost
         processes = [int(count) for count in answer["processes"]]
@@ -230,7 +218,7 @@ class Membership:
                     return reader, writer
             except WrongTokenError as error:
                 raise LaunchError(
-                    f"node 0 at {self.place.head} refused this node: the job token differs",
+                    f"node 0 at {self.request.head} refused this node: the job token differs",
                     f"set {TOKEN_VARIABLE} to the same value on every node, or copy the key file "
                     f"{self.key_path} from node 0",
                 ) from error
@@ -239,19 +227,19 @@ class Membership:
                     writer.close()
                 if self._loop.time() >= deadline:
                     raise LaunchError(
-                        f"node 0 at {self.place.head} did not answer within "
-                        f"{self.place.wait_s:g} s: {_reason(error)}",
+                        f"node 0 at {self.request.head} did not answer within "
+                        f"{self.request.wait_s:g} s: {_reason(error)}",
                         HEAD_REMEDY,
                     ) from error
                 if self._loop.time() >= notice:
                     notice = deadline + 1
                     why = f"does not answer yet: {_reason(error)}"
-                    write_stderr(f"lockstep: node 0 at {self.place.head} {why}\n")
+                    write_stderr(f"lockstep: node 0 at {self.request.head} {why}\n")
             # Connections that failed at the same time should not retry at the same time.
             await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.5))
 
     async def _join(self, store_port: int) -> int:
-        deadline = self._loop.time() + self.place.wait_s
+        deadline = self._loop.time() + self.request.wait_s
         while True:
             if self._refusal is not None:
                 raise self._refusal
@@ -306,7 +294,7 @@ class Membership:
             writer.close()
             self._link = None
             if not self.is_over:
-                self.loss = f"node 0 ({self.place.head}) is gone: {reason}"
+                self.loss = f"node 0 ({self.request.head}) is gone: {reason}"
             if self._answer is not None and not self._answer.done():
                 self._answer.set_exception(LinkLostError())
 
@@ -351,14 +339,14 @@ class Membership:
             writer = self._link
             send(writer, "goodbye")
             try:
-                async with asyncio.timeout(GOODBYE_S):
+                async with asyncio.timeout(LEAVE_TIMEOUT_S):
                     await writer.drain()
                     writer.close()
                     await writer.wait_closed()
             except BROKEN:
                 pass
         if self._coordinator is not None:
-            await self._coordinator.close(GOODBYE_S)
+            await self._coordinator.close(LEAVE_TIMEOUT_S)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -4,6 +4,7 @@ Owns: reading this from /proc and from this process's control group, version 1 o
 messages about it.
 """
 
+import resource
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ class ControlGroup:
     events: Path
     """The file that counts the processes killed by the out-of-memory killer."""
     limit: Path
+    current: Path
+    """The file with the memory that the group uses."""
 
     @classmethod
     def own(
@@ -34,15 +37,16 @@ class ControlGroup:
         for line in sorted(lines, reverse=True):  # version 1, which names "memory", goes first
             _, controllers, path = line.split(":", 2)
             inner = path.lstrip("/")
+            # In a container the group's own files are at the root of the mount.
             if controllers == "memory":
-                # In a container the group's own files are at the root of the mount.
-                for folder in (root / "memory" / inner, root / "memory"):
-                    if (folder / "memory.oom_control").exists():
-                        return cls(folder / "memory.oom_control", folder / "memory.limit_in_bytes")
-            elif not controllers:
-                for folder in (root / inner, root / "unified" / inner, root):
-                    if (folder / "memory.events").exists():
-                        return cls(folder / "memory.events", folder / "memory.max")
+                folders = [root / "memory" / inner, root / "memory"]
+                names = ("oom_control", "limit_in_bytes", "usage_in_bytes")
+            else:
+                folders = [] if controllers else [root / inner, root / "unified" / inner, root]
+                names = ("events", "max", "current")
+            for folder in folders:
+                if (folder / f"memory.{names[0]}").exists():
+                    return cls(*(folder / f"memory.{name}" for name in names))
         return None
 
     def num_kills(self) -> int | None:
@@ -58,6 +62,13 @@ class ControlGroup:
         try:
             return int(self.limit.read_text())
         except (OSError, ValueError):  # "max"
+            return None
+
+    def num_free_bytes(self) -> int | None:
+        """Return how much more memory the group may use; None if it has no limit."""
+        try:
+            return int(self.limit.read_text()) - int(self.current.read_text())
+        except (OSError, ValueError):
             return None
 
 
@@ -95,6 +106,18 @@ class MemoryWatch:
         limit = self.group.num_bytes() if self.group else None
         there = min(limit or psutil.virtual_memory().total, psutil.virtual_memory().total)
         return f"peak memory {size_text(peak)} of {size_text(there)}"
+
+
+def free_host_bytes(group: ControlGroup | None) -> int:
+    """Return the memory that is free on this machine, within the limit of a group."""
+    available = int(psutil.virtual_memory().available)
+    left = group.num_free_bytes() if group else None
+    return available if left is None else min(available, left)
+
+
+def own_peak_bytes() -> int:
+    """Return the largest resident size of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_bytes(pid: int) -> int | None:

@@ -137,8 +137,8 @@ class Ranks:
         text = ""
         for local, place in self._ask_places().items():
             who = f"rank {self.first + local} has not stopped yet"
-            said = ", ".join(filter(None, [who, self.position(local).text()]))
-            text += f"lockstep: {said}; it is at\n{place}"
+            progress = ", ".join(filter(None, [who, self.position(local).text()]))
+            text += f"lockstep: {progress}; it is at\n{place}"
         return text
 
     def _ask_places(self) -> dict[int, str]:

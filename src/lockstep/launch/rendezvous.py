@@ -102,8 +102,8 @@ class SeveralNodesRendezvous(OneNodeRendezvous):
     def __init__(self, membership: Membership) -> None:
         super().__init__()
         self.membership = membership
-        self.num_nodes = membership.place.num_nodes
-        self.node = membership.place.node
+        self.num_nodes = membership.request.num_nodes
+        self.node = membership.request.node_rank
 
     @property
     def loss(self) -> str | None:  # type: ignore[override]

@@ -256,9 +256,9 @@ def submit(job: Job, python: str) -> str:
     asked = run_command(["sbatch", "--parsable", str(job.script)])
     if asked is None or asked.code:
         lines = asked.err.splitlines() if asked else ["sbatch cannot be started"]
-        said = [re.sub(r"^sbatch: (error: )?", "", line) for line in lines]
+        reasons = [re.sub(r"^sbatch: (error: )?", "", line) for line in lines]
         raise LaunchError(
-            f"SLURM refuses the job: {'; '.join(said)}",
+            f"SLURM refuses the job: {'; '.join(reasons)}",
             "check partition, account and limits with sinfo and scontrol; the script is "
             f"{job.script}",
         )
@@ -298,13 +298,13 @@ class Status:
         return printable(f"lockstep: job {job_id} {details.get(self.state, ended)}")
 
 
-def read_status(said: str) -> Status | None:
+def read_status(answer: str) -> Status | None:
     """Parse the output of `scontrol show job --oneliner`; None if it has no known state. Pure.
 
     >>> read_status("JobId=7 JobState=FAILED Reason=NonZeroExitCode ExitCode=2:0 NodeList=n[1-2]")
     Status(state='FAILED', reason='NonZeroExitCode', exit_code=2, nodes='n[1-2]')
     """
-    values = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", said))
+    values = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", answer))
     state = values.get("JobState", "")
     if state not in LIVING | ENDED:
         return None
@@ -348,13 +348,14 @@ class Follower:
 
     def follow(self) -> int:
         """Return the job's exit code once it has ended for good."""
-        told, ended = "", 0
+        shown_state = ""
+        ended = 0
         while True:
             status = ask(self.job_id)
             if status is not None:
                 ended = ended + 1 if status.has_ended else 0
-                if status.state != told and (status.state in ("PENDING", "RUNNING")):
-                    told = status.state
+                if status.state != shown_state and (status.state in ("PENDING", "RUNNING")):
+                    shown_state = status.state
                     sys.stderr.write(f"{status.text(self.job_id)}\n")
             # A transition between two states may look like an end, and the log may arrive late.
             if status is not None and ended > 1:

@@ -20,19 +20,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import resource_tracker, util
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn, Self
 
 import psutil
 
+from lockstep.harness.command import descendants
 from lockstep.launch.ranks import Ranks, has_work
 from lockstep.signals import (
-    ECHO_S,
+    DUPLICATE_S,
     EXIT_CODES,
     EXIT_NOT_SAVED,
     SLURM_NOTICES,
-    Heard,
-    Hearing,
+    SignalHistory,
+    SignalMeaning,
     SignalPipe,
 )
 from lockstep.text_input import whole_number
@@ -104,12 +105,7 @@ class StopRequest:
         self._pipe = SignalPipe(handlers, self._listen, "stop-request")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pipe is not None:
             self._is_over = True
             self._pipe.close()
@@ -136,7 +132,7 @@ class StopRequest:
 
     def _listen(self, reader: int) -> None:
         leave_by: float | None = None
-        hearing = Hearing("SLURM_JOB_ID" in self._environment)
+        history = SignalHistory("SLURM_JOB_ID" in self._environment)
         while True:
             left_s = None if leave_by is None else max(0.0, leave_by - time.monotonic())
             if not select.select([reader], (), (), left_s)[0]:
@@ -146,10 +142,10 @@ class StopRequest:
                 return
             if number not in self._numbers:
                 continue
-            match hearing.hear(signal.Signals(number)):
-                case Heard.FIRST | Heard.NOTICE:
+            match history.add(signal.Signals(number)):
+                case SignalMeaning.FIRST | SignalMeaning.NOTICE:
                     leave_by = time.monotonic() + self._begin(signal.Signals(number))
-                case Heard.SECOND:
+                case SignalMeaning.SECOND:
                     self._end_now()
 
     def _begin(self, number: signal.Signals) -> float:
@@ -161,12 +157,12 @@ class StopRequest:
         grace_s = save_time_s(number, self._environment, self._kill_wait_s)
         self.deadline = time.monotonic() + grace_s
         again = "press Ctrl-C again" if number == signal.SIGINT else f"send {number.name} again"
-        again += f", {ECHO_S:g} s or more from now,"
+        again += f", {DUPLICATE_S:g} s or more from now,"
         by_slurm = ""
         if "SLURM_JOB_ID" in self._environment:
             by_slurm = " (SLURM may kill them earlier)"
             if number in SLURM_NOTICES:
-                again = f"send SIGINT twice, {ECHO_S:g} s or more apart,"
+                again = f"send SIGINT twice, {DUPLICATE_S:g} s or more apart,"
         write_line(
             f"lockstep: stopping: ranks may save for up to {grace_s:.0f} s{by_slurm}; "
             f"{again} to end them without saving"
@@ -278,14 +274,6 @@ def remove_semaphores() -> None:
     """Remove the named semaphores and sockets, as `multiprocessing` does when Python ends."""
     with suppress(Exception):
         util._run_finalizers()  # type: ignore[attr-defined]
-
-
-def descendants() -> set[psutil.Process]:
-    """Return all descendants of this process."""
-    try:
-        return set(psutil.Process().children(recursive=True))
-    except psutil.Error:
-        return set()
 
 
 def kill_all(family: set[psutil.Process]) -> None:

@@ -52,7 +52,7 @@ def work(*words: str) -> None:
     if os.environ["LOCAL_RANK"] == "0":
         keep_log(folder)  # before signals are unblocked: its copier must outlive a signal to all
     with suppress(OSError):  # if the disk is full, the run continues and its launcher knows less
-        position.own.share(folder / POSITION)
+        position.this_rank.share(folder / POSITION)
     faulthandler.register(signal.SIGUSR2, (folder / PLACE).open("w"), all_threads=False)
     sys.excepthook = lambda kind, error, trace: leave_record(folder, code_of(error), error)
     code = 0
@@ -228,7 +228,7 @@ def note_end(code: int) -> None:
 
 def leave_record(folder: Path, code: int, error: BaseException | None = None) -> None:
     """Write down how and when this rank ended, so that the launcher finds the first failure."""
-    told = {
+    record = {
         "time": time.time(),
         "rank": int(os.environ["RANK"]),
         "host": socket.gethostname(),
@@ -240,10 +240,10 @@ def leave_record(folder: Path, code: int, error: BaseException | None = None) ->
     }
     if error is not None and (shows_traceback(os.environ) or not isinstance(error, LockstepError)):
         frames = _own_frames(error.__traceback__)
-        told["traceback"] = "".join(traceback.format_exception(type(error), error, frames))
+        record["traceback"] = "".join(traceback.format_exception(type(error), error, frames))
     path = folder / RECORD
     if not path.exists():  # the first record is the cause
-        path.write_text(json.dumps(told))
+        path.write_text(json.dumps(record))
 
 
 def identity_of(error: str, notes: Sequence[str]) -> str:
@@ -257,22 +257,22 @@ def identity_of(error: str, notes: Sequence[str]) -> str:
 
 def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the error if this rank is the first to fail, else one line."""
-    said = f"{kind.__name__}: {error}"
-    identity = identity_of(said, getattr(error, "__notes__", []))
+    message = f"{kind.__name__}: {error}"
+    identity = identity_of(message, getattr(error, "__notes__", []))
     if isinstance(error, KeyboardInterrupt) or _is_first(f"{code_of(error)}\n{identity}\n"):
         if isinstance(error, LockstepError) and not shows_traceback(os.environ):
             sys.stderr.write(sentence(error))
         else:
             traceback.print_exception(kind, error, _own_frames(trace))
     else:
-        sys.stderr.write(f"{said.splitlines()[0]} (another rank had failed before)\n")
+        sys.stderr.write(f"{message.splitlines()[0]} (another rank had failed before)\n")
 
 
-def _is_first(told: str) -> bool:
+def _is_first(failure: str) -> bool:
     """Write down how this rank failed; return False if another rank of the job was first."""
     try:
         with open(os.environ[FIRST_FAILURE], "x") as file:
-            file.write(told)
+            file.write(failure)
     except FileExistsError:
         return False
     except (KeyError, OSError):  # not in a job of `lockstep submit`, or the file cannot be written

@@ -22,12 +22,12 @@ from typing import Any
 import psutil
 
 from lockstep.harness.attach import KILLED, attached, read_notes
-from lockstep.harness.command import LAUNCHER_S, POLL_S, START_S, RunningCommand, children_of
-from lockstep.harness.failure import Failure
+from lockstep.harness.command import LAUNCHER_S, START_S, RunningCommand, descendants, follow
+from lockstep.harness.failure import CommandFailure
 from lockstep.observe.events import read_events
 from lockstep.rehearse.callback import CALLBACK
 
-PHASES = ("start", "train", "log", "validate", "save", "kill", "resume", "finish")
+REHEARSED = ("start", "train", "log", "validate", "save", "kill", "resume", "finish")
 HUNG = "hung"
 STACK_S = 3.0
 """How long a hung process may take to print its stack."""
@@ -39,7 +39,7 @@ Records = defaultdict[str, list[Record]]
 
 
 @dataclass
-class Phase:
+class PhaseResult:
     """A part of a run, and whether it worked."""
 
     phase: str
@@ -54,15 +54,17 @@ class Report:
     """The result of a rehearsal."""
 
     command: list[str]
-    phases: list[Phase] = field(default_factory=lambda: [Phase(name) for name in PHASES])
+    phases: list[PhaseResult] = field(
+        default_factory=lambda: [PhaseResult(name) for name in REHEARSED]
+    )
     folder: str | None = None
     """The folder of the rehearsed run."""
     output: str | None = None
     """The file with the command's output, which is kept unless the rehearsal passed."""
     without: tuple[str, ...] = ()
 
-    def __getitem__(self, name: str) -> Phase:
-        return self.phases[PHASES.index(name)]
+    def __getitem__(self, name: str) -> PhaseResult:
+        return self.phases[REHEARSED.index(name)]
 
     @property
     def failed(self) -> str | None:
@@ -104,7 +106,7 @@ class Rehearsal:
         folder: Path,
         limit_s: float,
         without: Sequence[str] = (),
-        on_phase: Callable[[Phase], None] = lambda phase: None,
+        on_phase: Callable[[PhaseResult], None] = lambda phase: None,
     ) -> None:
         self.folder = folder
         self.limit_s = limit_s
@@ -114,7 +116,7 @@ class Rehearsal:
             **attached(folder, CALLBACK),
             "LOCKSTEP_REHEARSAL": "1",
             "LOCKSTEP_REHEARSAL_FOLDER": str(folder),
-            "LOCKSTEP_TRACEBACK": "1",  # `Failure` reads it
+            "LOCKSTEP_TRACEBACK": "1",  # `CommandFailure` reads it
         }
         self.began = time.time()
         self.killed_at: float | None = None
@@ -162,34 +164,30 @@ class Rehearsal:
 
         The result is "hung" after `limit_s` without a new record.
         """
-        num_records = -1
-        last = time.monotonic()
-        while True:
-            code = command.code
-            command.note_children()
+        records: Records
+
+        def progress() -> tuple[int, float]:
+            nonlocal records
             records = self._records()
             self._detect_phases(records)
-            if records[until]:
-                return ""
-            if code is not None:
-                return f"exit code {code}" if code >= 0 else f"ended by signal {-code}"
-            num = sum(map(len, records.values()))
-            if num != num_records:
-                num_records = num
-                last = time.monotonic()
             has_begun = any(note["time"] > command.began for note in records["process"])
             limit_s = self.limit_s if has_begun else max(self.limit_s, START_S)
-            if time.monotonic() - last > limit_s:
-                self._print_stacks(command)
-                return HUNG
-            time.sleep(POLL_S)
+            return sum(map(len, records.values())), limit_s
+
+        code = follow([command], progress, lambda: bool(records[until]))
+        if records[until]:
+            return ""
+        if code is None:
+            self._print_stacks(command)
+            return HUNG
+        return f"exit code {code}" if code >= 0 else f"ended by signal {-code}"
 
     def _print_stacks(self, command: RunningCommand) -> None:
         """Make hung ranks and their loader workers print their stacks and end."""
         pids = {note["pid"] for note in self._records()["process"]}
         alive = [psutil.Process(command.process.pid), *command.family]
         ranks = [process for process in alive if process.pid in pids]
-        workers = [child for rank in ranks for child in children_of(rank)]
+        workers = [child for rank in ranks for child in descendants(rank)]
         for process in [*workers, *ranks]:  # one after another, so that output is not mixed
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGABRT)
@@ -201,16 +199,15 @@ class Rehearsal:
         (self.folder / KILLED).touch()
         self.killed_at = time.time()
         os.kill(saved["pid"], signal.SIGKILL)
-        deadline = time.monotonic() + LAUNCHER_S
-        was_restarted = False
-        while command.code is None and not was_restarted and time.monotonic() < deadline:
-            command.note_children()
-            time.sleep(POLL_S)
-            was_restarted = bool(self._records(after_kill=True)["process"])
+        has_reacted = follow(
+            [command],
+            lambda: (None, LAUNCHER_S),
+            is_enough=lambda: bool(self._records(after_kill=True)["process"]),
+        )
         took_s = time.time() - self.killed_at
         if command.code is not None:
             how = f"the command ended with {command.code} after {took_s:.1f} s"
-        elif was_restarted:
+        elif has_reacted is not None:
             how = "the launcher started the ranks again"
         else:
             how = f"the command had not ended after {took_s:.0f} s, and was killed"
@@ -266,7 +263,8 @@ class Rehearsal:
         if ended == "exit code 0":
             self._judge_exit()
             return
-        failure = (Failure.read_stacks if ended == HUNG else Failure.read)(command.text)
+        read = CommandFailure.read_stacks if ended == HUNG else CommandFailure.read
+        failure = read(command.text)
         name = next(phase.phase for phase in self.report.phases if phase.verdict == "not seen")
         if name == "validate" and failure.is_about_saving:  # the run has no held-out data
             name = "save"

@@ -81,8 +81,8 @@ def prepare(
 
     The callbacks of `world`, such as those in LOCKSTEP_CALLBACKS, are called after `callbacks`.
     """
-    position.own.begin_run()
-    stack.callback(position.own.leave_run)
+    position.this_rank.begin_run()
+    stack.callback(position.this_rank.leave_run)
     stack.enter_context(own_exit_code())
     refuse_early_exit(stack, world, _lost_before_first_step)
     builder = _Builder(task, config, world, stack)
@@ -104,7 +104,7 @@ def prepare(
 
 def _lost_before_first_step() -> str:
     """Describe what an exit loses; once there is a trainer, it knows."""
-    return "the run had not reached its first step" if position.own.step is None else ""
+    return "the run had not reached its first step" if position.this_rank.step is None else ""
 
 
 class _Builder:

@@ -25,7 +25,7 @@ def refuse_early_exit(stack: ExitStack, world: World, unsaved: Callable[[], str]
     """
 
     def convert(kind: object, error: BaseException | None, trace: object) -> None:
-        if position.own.has_finished or not isinstance(error, SystemExit | KeyboardInterrupt):
+        if position.this_rank.has_finished or not isinstance(error, SystemExit | KeyboardInterrupt):
             return
         found = _exited(error, unsaved()) or _interrupted(error, unsaved())
         if found is None:
@@ -33,7 +33,7 @@ def refuse_early_exit(stack: ExitStack, world: World, unsaved: Callable[[], str]
         for note in getattr(error, "__notes__", []):
             found.add_note(note)
         world.keep_group(kind, found, trace)  # ranks may have left at different collectives
-        place = f"left after step {position.own.step} by {type(error).__name__}"
+        place = f"left after step {position.this_rank.step} by {type(error).__name__}"
         found.is_shared = world.all_reach(place, EXIT_TIMEOUT_S)
         raise found from error
 

@@ -182,7 +182,7 @@ class TrainStep:
         reduction.end()
         if self.syncs_buffers:
             sync_buffers(model, world)
-        position.own.reach(batch.step + 1)
+        position.this_rank.reach(batch.step + 1)
         return report
 
     def check(self, batch: StepBatch) -> None:

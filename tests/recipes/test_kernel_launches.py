@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_no_waiting import build
+from test_host_sync import build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -5,8 +5,8 @@ number out of a tensor, operations whose result has a size that only the device 
 to the host. The step runs with a fused optimizer and the update that a GPU gets.
 
 Not seen: a wait inside a kernel that has no such operation (torch reports those on a real GPU:
-`tests/gpu/test_waiting.py`), and copies to the device from memory that is not page-locked (the
-losses of the recipes are watched for those in `tests/recipes/test_no_waiting.py`). Nor is
+`tests/gpu/test_host_sync.py`), and copies to the device from memory that is not page-locked (the
+losses of the recipes are watched for those in `tests/recipes/test_host_sync.py`). Nor is
 `to(device)` with a device that was passed in, which here is the tensor's own.
 """
 

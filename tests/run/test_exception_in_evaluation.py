@@ -71,7 +71,7 @@ def run(folder: Path, num_ranks: int, build: Callable[[], TinyTask], **changes: 
     }
 
     def one_rank() -> Any:
-        trainer_module.SPEAK_FIRST_S = 0.0
+        trainer_module.EXIT_DELAY_S = 0.0
         try:
             return fit(build(), RunConfig.parse(values | changes)).step
         except Exception as error:
@@ -121,7 +121,7 @@ def test_a_script_that_catches_the_exception_may_call_fit_again(tmp_path: Path) 
     """All ranks left at the same place, so the process group is still good."""
 
     def one_rank() -> list[Any]:
-        trainer_module.SPEAK_FIRST_S = 0.0
+        trainer_module.EXIT_DELAY_S = 0.0
         config = RunConfig.parse(
             {
                 "output_dir": str(tmp_path),
