@@ -308,7 +308,7 @@ ORDER = {
     "signals": "dist errors",
     "callback": "dist errors",
     "observe": "errors run_files",
-    "checkpoint": "dist errors nested run_files",
+    "checkpoint": "dist errors nested plan run_files",
     "data": "contents dist errors nested parent plan randomness signals torch_compat",
     "config": "data dist errors observe parse plan schedule",
     "exact": "config data dist errors torch_compat",

@@ -66,13 +66,14 @@ from lockstep.task import Task
 from lockstep.world import World
 
 SAME_SETTINGS = "set the same run.config and run.held_out on every rank"
+Upcoming = StepBatch | LockstepError | None
 ERROR_TIMEOUT_S = 10.0
 """How long a rank with an error in a step waits for the others to report one too."""
 
 
 @dataclass
 class Votes:
-    """A rank's vote before a step. The largest value of each field over all ranks counts."""
+    """What a rank has to say between two steps, or all ranks together."""
 
     stop_code: int
     """The exit code to stop with, or 0."""
@@ -88,7 +89,10 @@ class Votes:
 
     def of_all_ranks(self, world: World) -> "Votes":
         """Return the largest value of each field over all ranks. Collective."""
-        return Votes(*world.all_max(*map(int, vars(self).values())))  # type: ignore[arg-type]
+        names = list(vars(self))
+        highest = world.all_max(*(int(getattr(self, name)) for name in names))
+        kinds = (type(getattr(self, name)) for name in names)
+        return Votes(**{n: kind(v) for n, kind, v in zip(names, kinds, highest, strict=True)})
 
 
 def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
@@ -107,6 +111,7 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack, callbacks)
         trainer = Trainer(run, signals, stack)
+        trainer.is_fit_loop = True
         plan = run.loader.plan
         total_steps = run.loader.total_steps
         schedule = build_schedule(run.config.schedule, plan.steps_per_epoch, total_steps)
@@ -148,12 +153,22 @@ class Trainer:
         """Why a callback ended the steps early."""
         self.stops_unsaved = False
         """Whether that callback asked for no last checkpoint."""
+        self.is_fit_loop = False
+        """Whether the loop is that of `fit`, in which no other code runs between two steps. Then
+        ranks agree before a step only if a vote of the one before asks for it."""
         self.has_finished = False
         """Whether everything is saved and nothing is left to do."""
         self._announced_step = self.saver.saved_step
         """The newest checkpoint that callbacks were called for."""
         self._late_evaluation_step: int | None = None
         """The step of a checkpoint that lacked its evaluation, which this run has made up for."""
+        self._batches: Iterator[StepBatch] = iter(())
+        self._upcoming: Upcoming = None
+        """The next batch, or the error that reading it raised."""
+        self._has_read_ahead = False
+        """Whether the current step has read the next batch."""
+        self._agrees_next = True
+        """Whether ranks must agree before the next step."""
         self._num_new = 0
         """The number of samples in the last step."""
         self._repeats_step = False
@@ -187,35 +202,39 @@ class Trainer:
             check_same("settings", self._settings(), run.world, SAME_SETTINGS)
         if not self._evaluate_late():
             return
-        batches = iter(run.loader)
-        upcoming = self._fetch(batches)
+        self._read_from_here()
         while progress.step < run.loader.total_steps:
-            stop_code = self._agree(upcoming)
-            if stop_code or self.stop_reason:
+            if not self._agrees_next:
+                self.buffers.synchronise()
+            elif (stop_code := self._agree(self._upcoming)) or self.stop_reason:
                 self.stopped_by = stop_code
                 return
-            assert isinstance(upcoming, StepBatch)
+            batch = self._upcoming
+            assert isinstance(batch, StepBatch)
             self._repeats_step = False
+            self._has_read_ahead = False
+            self._agrees_next = True
             self._step_began = time.monotonic()
             self.buffer_changes.begin_step()
             self.skipped_steps.buffers.keep(run.non_finite)
-            self._call("on_step_start", upcoming)
+            self._call("on_step_start", batch)
             if run.callbacks.overrides("on_step_start"):  # which may have failed, half-way
                 self._agree(None)
                 self.buffer_changes.mark()  # what they wrote is theirs, not the step's
-            yield upcoming
+            yield batch
             if self._repeats_step:
-                batches = iter(run.loader)
-            elif progress.step != upcoming.step + 1:
+                self._read_from_here()
+                continue
+            if progress.step != batch.step + 1:
                 raise RuntimeError(
                     "a loop over steps() calls step(batch) or record_step(report, batch) for each"
                 )
-            upcoming = self._fetch(batches)  # while the device is still busy
-            if not self._repeats_step:
-                self.record.throughput.step_done(self._num_new)
-                self._log_evaluate_save()
-                if self.stopped_by:
-                    return
+            if not self._has_read_ahead:
+                self._upcoming = self._fetch()  # while the device is still busy
+            self.record.throughput.step_done(self._num_new)
+            self._log_evaluate_save()
+            if self.stopped_by:
+                return
 
     def step(self, batch: StepBatch) -> None:
         """Take a step with the run's own loss and settings, and count it. Collective.
@@ -251,12 +270,36 @@ class Trainer:
         take_step = self.run.take_step
         assert take_step is not None  # `prepare` has replicated the model
         self.run.non_finite = take_step.non_finite
+        if self._agrees_within_steps:
+            take_step.look_ahead = self._look_ahead
         try:
-            return take_step(batch)
+            report = take_step(batch)
         except RuntimeError as error:
             raise_if_not_deterministic(error)
             raise_if_out_of_reach(error)
             raise
+        self._agrees_next = not self._has_read_ahead or take_step.votes.needs_attention
+        return report
+
+    @property
+    def _agrees_within_steps(self) -> bool:
+        """Whether the votes of a step say if ranks must agree before the next one."""
+        overrides = self.run.callbacks.overrides
+        return self.is_fit_loop and not (overrides("on_step_start") or overrides("on_step_end"))
+
+    def _look_ahead(self) -> bool:
+        """Read the next batch, between the passes of a step and its votes.
+
+        Returns:
+            Whether this rank has something that all must agree on before the next step.
+        """
+        self.buffer_changes.end_step()
+        if not self._has_read_ahead:  # a step that is repeated has read it
+            self._upcoming = self._fetch()
+            self._has_read_ahead = True
+        votes = self._own_votes(self._problem(self._upcoming))
+        votes.save_is_busy = self.saver.is_ready or self._is_checkpoint_new
+        return any(vars(votes).values())
 
     def _replicate_for_trained(self) -> None:
         """Replicate the model again in this step, for its new trained parameters. Collective."""
@@ -278,7 +321,8 @@ class Trainer:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
         run = self.run
         before = self.run.progress.consumed
-        self.buffer_changes.end_step()
+        if not self._has_read_ahead:
+            self.buffer_changes.end_step()
         if self.report is None:
             self._check_first_step(report)
         self.report = report
@@ -356,9 +400,15 @@ class Trainer:
         """Call a method of every callback; the next `_agree` raises its error on all ranks."""
         self.run.callbacks.call(method, self.run, *args)
 
+    @property
+    def _is_checkpoint_new(self) -> bool:
+        """Whether callbacks have not been called for the newest checkpoint yet."""
+        is_known = self.saver.saved_step in (None, self._announced_step)
+        return bool(self.run.callbacks) and not is_known
+
     def _announce_checkpoint(self) -> None:
         """Call callbacks for a checkpoint that is now complete on every rank. Collective."""
-        if not self.run.callbacks or self.saver.saved_step in (None, self._announced_step):
+        if not self._is_checkpoint_new:
             return
         self.saver.finish_save()
         if self.saver.saved_step is not None:  # None if the save failed
@@ -380,7 +430,9 @@ class Trainer:
         saves = at_end or self._is_due(config.checkpoint)
         if not (closes or evaluates or saves):
             return
+        self._agrees_next = True
         progress.sum_pending()  # waits for the GPU, which counts as training time
+        self._check_finite()
         with self.record.throughput.pausing():
             if closes:
                 self.record.close_epoch()
@@ -397,22 +449,29 @@ class Trainer:
                 if not self.stops_unsaved:
                     self._save()
 
-    def _fetch(self, batches: Iterator[StepBatch]) -> StepBatch | LockstepError | None:
+    def _read_from_here(self) -> None:
+        """Read batches from the position of the loader."""
+        self._batches = iter(self.run.loader)
+        self._upcoming = self._fetch()
+
+    def _fetch(self) -> Upcoming:
         with self.record.throughput.waiting():
             try:
-                return next(batches, None)
+                return next(self._batches, None)
             except LockstepError as error:
                 return error
             except KeyboardInterrupt:  # between two steps, so that the run can save
                 self.signals.requested = self.signals.requested or signal.SIGINT
                 return None
 
-    def _agree(self, upcoming: object) -> int:
-        """Return the exit code to stop with, or 0; raise on all ranks if one has an error."""
-        problem = upcoming if isinstance(upcoming, Exception) else self.run.callbacks.error
+    def _problem(self, upcoming: object) -> Exception | None:
+        """Return the error of this rank that ends the run, if it has one."""
+        return upcoming if isinstance(upcoming, Exception) else self.run.callbacks.error
+
+    def _own_votes(self, problem: Exception | None) -> Votes:
+        """Return what this rank has to say between two steps."""
         run = self.run
-        world = self.run.world
-        votes = Votes(
+        return Votes(
             stop_code=self.signals.exit_code,
             has_failed=problem is not None,
             trained_changed=run.trained.have_changed,
@@ -421,27 +480,55 @@ class Trainer:
             stops_unsaved=run.stops_unsaved,
             save_has_failed=self.saver.writer.has_failed,
             save_is_busy=self.saver.writer.is_busy,
-        ).of_all_ranks(world)
+        )
+
+    def _agree(self, upcoming: object) -> int:
+        """Let all ranks vote between two steps, and do what the votes ask for. Collective.
+
+        Args:
+            upcoming: The error of this rank, or the next batch if it could be read.
+
+        Returns:
+            The exit code to stop with, or 0.
+
+        Raises:
+            Exception: on all ranks, if one of them has an error. Finished steps are saved first.
+        """
+        problem = self._problem(upcoming)
+        votes = self._own_votes(problem).of_all_ranks(self.run.world)
         if votes.has_new_buffers:
             self.buffers.agree()
         self.buffers.synchronise()
-        self.saver.run_has_failed = bool(votes.has_failed)
-        self.saver.finish_save_if_ready(votes.save_has_failed, votes.save_is_busy)
-        if not votes.save_is_busy:
-            self._announce_checkpoint()
-        if votes.wants_to_stop:  # all ranks take the first reason given
-            self.stop_reason = first_of_ranks(run.stop_reason, world)
-            self.stops_unsaved = bool(votes.stops_unsaved)
+        self._finish_save(votes)
+        self._take_stop_request(votes)
         if votes.has_failed:
             self._save_and_raise(problem)
         if votes.trained_changed:
-            try:
-                self._update_trained()
-            except LockstepError as error:
-                problem = error
-            if problem:
-                self._save_and_raise(problem)
+            self._train_changed_parameters()
         return votes.stop_code
+
+    def _finish_save(self, votes: Votes) -> None:
+        """Finish a save that is complete or has failed, and announce its checkpoint. Collective."""
+        self.saver.run_has_failed = votes.has_failed
+        self.saver.finish_save_if_ready(votes.save_has_failed, votes.save_is_busy)
+        if not votes.save_is_busy:
+            self._announce_checkpoint()
+
+    def _take_stop_request(self, votes: Votes) -> None:
+        """Stop if a callback of any rank asked for it, with the first reason given. Collective."""
+        if votes.wants_to_stop:
+            self.stop_reason = first_of_ranks(self.run.stop_reason, self.run.world)
+            self.stops_unsaved = votes.stops_unsaved
+
+    def _train_changed_parameters(self) -> None:
+        """Train the parameters that now require a gradient, or save and raise. Collective."""
+        try:
+            self._update_trained()
+        except LockstepError as error:
+            problem = error
+        else:
+            return
+        self._save_and_raise(problem)
 
     def _save_and_raise(self, problem: Exception | None) -> NoReturn:
         """Save the finished steps, then raise the error on all ranks. Collective."""

@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import Callback, RunConfig, fit
-from lockstep.testing import TinyTask
+from lockstep.testing import TinyTask, run_ranks
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = f"{ROOT}/src/lockstep/"
 
 
-def listed(page: str) -> list[str]:
-    """Return the files of the numbered walk."""
+def listed(page: str) -> tuple[list[str], set[str]]:
+    """Return the files of the numbered walk, and the others that a step calls."""
     walk = page.split("## One step, file by file")[1].split("\n## ")[0]
-    return re.findall(r"^\d\. `([\w/]+\.py)`", walk, re.MULTILINE)
+    others: set[str] = set()
+    for rooms in re.findall(r"^- (.*?)[;.]$", walk, re.MULTILINE | re.DOTALL):
+        room = re.match(r"`(\w+/)`", rooms)
+        names = re.findall(r"`([\w/]+\.py)`", rooms)
+        others |= {n if room is None or "/" in n else room[1] + n for n in names}
+    return re.findall(r"^\d\. `([\w/]+\.py)`", walk, re.MULTILINE), others
 
 
 class Walker(Callback):
@@ -46,19 +51,26 @@ class Walker(Callback):
         sys.setprofile(None)
 
 
-def test_one_step_passes_through_the_files_that_are_listed(tmp_path: Path) -> None:
+def walk_a_step(folder: str) -> tuple[set[str], list[str]]:
     walker = Walker()
-    config = RunConfig(output_dir=str(tmp_path), max_steps=1, device="cpu")
-    fit(TinyTask(), config.with_overrides(["sinks.curves=false"]), [walker])
-    walk = listed((ROOT / "docs" / "architecture.md").read_text())
+    config = RunConfig(output_dir=folder, max_steps=2, device="cpu")
+    small = ["sinks.curves=false", "batch.batch_size=8"]
+    fit(TinyTask(), config.with_overrides(small), [walker])
+    return walker.called - {"testing.py"}, walker.stack
+
+
+def test_one_step_passes_through_the_files_that_are_listed(tmp_path: Path) -> None:
+    walk, others = listed((ROOT / "docs" / "architecture.md").read_text())
     assert len(walk) <= 6
-    of_steps = {file for file in walker.called if file.startswith("step/")}
-    assert {"trainer.py", *of_steps} == {*walk, "step/report.py"}
-    assert walker.stack == ["trainer.py", "step/train_step.py", "step/update.py"]
+    for called, stack in run_ranks(2, walk_a_step, str(tmp_path)):
+        assert called == {*walk, *others}
+        assert stack[-3:] == ["trainer.py", "step/train_step.py", "step/update.py"]
 
 
 def test_a_file_that_the_page_forgets_would_be_found() -> None:
     page = (
-        "## One step, file by file\n1. `trainer.py`: x\n2. `step/update.py`: y\n\n## B\n1. `a.py`"
+        "## One step, file by file\n1. `trainer.py`: x\n2. `step/update.py`: y\n\n"
+        "- top folder: `task.py`;\n- `run/`: `a.py`,\n  `b.py`; and `data/c.py`.\n\n## B\n1. `a.py`"
     )
-    assert listed(page) == ["trainer.py", "step/update.py"]
+    expected = ["trainer.py", "step/update.py"], {"task.py", "run/a.py", "run/b.py", "data/c.py"}
+    assert listed(page) == expected

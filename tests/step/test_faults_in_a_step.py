@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from lockstep import Loader, RunConfig, World, fit, read_events, train_step
 from lockstep.checkpoint import CheckpointStore
 from lockstep.dist.ddp import unwrap
 from lockstep.errors import ConfigError, NonFiniteError, OutOfMemoryError
+from lockstep.run.run import Run
 from lockstep.task import Context, PartialLoss
 from lockstep.testing import TinyTask, run_ranks
 
@@ -604,3 +606,30 @@ def test_a_model_that_was_not_replicated_is_refused() -> None:
         assert "each of the 2 ranks would train its own" in said
         assert "call model = world.replicate(model)" in said
     assert run_ranks(1, step_without_replicating) == [""]
+
+
+class Evaluated(Poisoned):
+    """Has held-out samples to evaluate."""
+
+    def eval_data(self) -> Any:
+        return TinyTask().train_data()[:4]
+
+
+def test_a_run_that_checks_late_evaluates_no_weights_after_a_non_finite_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the flag is read at a log line or before a save. The GPU is a fake."""
+
+    def build_step(run: Any) -> Any:
+        step = whole(run)
+        step.update.is_sticky = True
+        step.non_finite = step.update.flag
+        return step
+
+    whole = Run._build_step
+    monkeypatch.setattr(Run, "_build_step", build_step)
+    config = config_for(tmp_path, log_every=1000, evaluation={"every_steps": 1})
+    with pytest.raises(NonFiniteError) as caught:
+        fit(Evaluated(), config.with_overrides(["checkpoint.every_steps=1000"]))
+    bad = int(re.findall(r"step (\d+): loss", caught.value.problem)[0])
+    assert [event["step"] for event in events_of(tmp_path, "evaluation")] == list(range(1, bad))

@@ -197,7 +197,6 @@ class Replica(DistributedDataParallel):
             ConfigError: naming the parameters without a gradient.
         """
         if self.sent.has_last:
-            self.pace.begin()
             return
         problem = "the loss called model.module directly, so DDP did not average its gradients"
         numbers = without_gradient(self)

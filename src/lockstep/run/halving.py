@@ -1,7 +1,7 @@
 """Smaller micro-batches after a step that did not fit in memory.
 
 Owns: halving the micro-batches of the rest of a run. Does not own: detecting that memory ran out
-(`step/memory.py`).
+(`step/votes.py`).
 """
 
 from dataclasses import replace

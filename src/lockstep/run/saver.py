@@ -179,6 +179,11 @@ class Saver:
         self._pending = pending
         self.writer.submit(write)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank's share of a checkpoint is written, and waits for the commit."""
+        return self._pending is not None and not self.writer.is_busy
+
     def finish_save_if_ready(self, has_failed: bool, is_busy: bool) -> None:
         """Finish a save that failed on any rank or is complete on all. Collective."""
         if has_failed or (self._pending and not is_busy):

@@ -98,11 +98,14 @@ class Reduction:
         All sums go through one collective. With a second one, a rank in another branch could
         keep the others waiting in a second place.
         """
-        return self.world.all_sum(_added_up(rows)), get_total_norm(grads)
+        return self.world.all_sum(added_up(rows)), get_total_norm(grads)
 
     def total(self, rows: Sequence[Tensor], batch: StepBatch) -> Tensor:
         """Return one row for each micro-batch, summed over all of them. Collective."""
         return self.world.all_sum(torch.stack(tuple(rows)).sum(dim=0))
+
+    def begin_update(self) -> None:
+        """Begin the update, after all exchanges."""
 
     def end(self) -> None:
         """End the step, after the update."""
@@ -138,6 +141,10 @@ class ReplicatedReduction(Reduction):
         """Send zeros for every remaining bucket."""
         self.model.send_remaining_zeros()
 
+    def begin_update(self) -> None:
+        """Time this rank's own work again."""
+        self.model.pace.begin()
+
     def end(self) -> None:
         """Stop timing this rank's own work."""
         self.model.pace.end()
@@ -157,7 +164,7 @@ class ShardedReduction(Reduction):
         self, rows: Sequence[Tensor], grads: list[Tensor], batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
         """Sum the squares of all ranks' rows in the same collective."""
-        return sums_and_norm(_added_up(rows), grads, self.world)
+        return sums_and_norm(added_up(rows), grads, self.world)
 
 
 class ExactReduction(Reduction):
@@ -228,6 +235,11 @@ class ExactReduction(Reduction):
         """Sum along the tree."""
         return self.exact_reducer.total(rows, batch)
 
+    def begin_update(self) -> None:
+        """Time this rank's own work again."""
+        if self.replica:
+            self.replica.begin_update()
+
     def end(self) -> None:
         """Stop timing this rank's own work."""
         if self.replica:
@@ -247,5 +259,6 @@ def choose_reduction(
     return Reduction(model, world)
 
 
-def _added_up(rows: Sequence[Tensor]) -> Tensor:
+def added_up(rows: Sequence[Tensor]) -> Tensor:
+    """Return the sum of rows."""
     return rows[0] if len(rows) == 1 else torch.stack(tuple(rows)).sum(dim=0)

@@ -8,7 +8,7 @@ the same number of times. The package is named after this rule.
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +26,12 @@ from lockstep.errors import LockstepError
 from lockstep.exact.contrastive import GatheredRows
 from lockstep.exact.reducer import ExactReducer
 from lockstep.randomness import seed_everything
-from lockstep.step.memory import Rows, count_together, run_alone, run_together
 from lockstep.step.partial import as_partial, names_of, row_of
 from lockstep.step.reduction import choose_reduction
 from lockstep.step.report import StepReport
 from lockstep.step.terms import TERMS, check_counted, units_row
 from lockstep.step.update import choose_update, init_momentum
+from lockstep.step.votes import Rows, choose_votes, count_together, run_alone, run_together
 from lockstep.task import Context, PartialLoss, Task
 
 if TYPE_CHECKING:
@@ -133,12 +133,16 @@ class TrainStep:
     agree_on_memory: bool = False
     trained: TrainedParameters | None = None
     buffers_later: bool = False
+    look_ahead: Callable[[], bool] | None = field(default=None, init=False)
+    """Called between the passes and the votes; returns whether this rank needs attention: then
+    `votes.needs_attention` becomes true on every rank."""
 
     def __post_init__(self) -> None:
         if getattr(self.weights, "__func__", None) is Task.weights:  # has no terms
             self.weights = None
         self.reduction = choose_reduction(self.model, self.world, self.exact_reducer)
         self.update = choose_update(self.optimizer, self.world.device, self.scaler, self.non_finite)
+        self.votes = choose_votes(self.reduction, has_scaler=self.scaler is not None)
         self.run_passes = run_together if self.agree_on_memory else run_alone
         self.trained = self.trained or self.reduction.trained
         # Exact mode merges the statistics of all ranks itself.
@@ -152,26 +156,27 @@ class TrainStep:
         try:
             self.check(batch)
             totals = self.total_weights(batch)
-            passes = Passes(self, batch, totals)
-            rows, names = self.run_passes(passes.run, reduction)
+            passed = self.run_passes(Passes(self, batch, totals).run, reduction)
+            has_news = self.look_ahead is not None and not passed.problem and self.look_ahead()
             with world.phase("exchange"):
-                grads = reduction.gradients(optimizer)
+                self.votes.begin(passed, has_news)
+                grads = [] if passed.problem else reduction.gradients(optimizer)
+                update.unscale(optimizer)
+                sums, norm = self.votes.sums_and_norm(passed, grads, batch)
         except Exception as error:
             if isinstance(error, LockstepError) or is_shared(error):
                 error.is_before_update = True  # type: ignore[attr-defined]
             raise
 
-        update.unscale(optimizer)
-        with world.phase("exchange"):
-            sums, norm = reduction.sums_and_norm(rows, grads, batch)
         if totals:
             sums = without_weight(sums, totals)
         divisor = mean_divisor(sums[1], reduction.num_averaged)
-        report = StepReport(sums, names, norm / divisor, rows)
+        report = StepReport(sums, passed.names, norm / divisor, passed.rows)
         if self.max_grad_norm is not None:
-            divisor = torch.maximum(divisor, norm.add(divisor, alpha=1e-6) / self.max_grad_norm)
+            divisor = clipping_divisor(divisor, norm, self.max_grad_norm)
 
         with world.phase("update"):
+            reduction.begin_update()
             init_momentum(optimizer)
             update.apply(optimizer, grads, divisor, report)  # calls optimizer.step()
         reduction.end()
@@ -294,6 +299,17 @@ def mean_divisor(weight: Tensor, num_averaged: int) -> Tensor:
     """
     if_not_positive = torch.where(weight == 0, math.inf, math.nan)
     return torch.where(weight > 0, weight / num_averaged, if_not_positive)
+
+
+def clipping_divisor(divisor: Tensor, norm: Tensor, max_grad_norm: float) -> Tensor:
+    """Return the divisor with which the gradient's norm is at most `max_grad_norm`.
+
+    `norm` is that of the reduced gradients, before they are divided.
+
+    >>> clipping_divisor(torch.tensor(4.0), torch.tensor(40.0), max_grad_norm=5.0)
+    tensor(8.0000)
+    """
+    return torch.maximum(divisor, norm.add(divisor, alpha=1e-6) / max_grad_norm)
 
 
 def without_weight(sums: Tensor, totals: Mapping[str, Tensor]) -> Tensor:
