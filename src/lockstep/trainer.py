@@ -208,7 +208,8 @@ class Trainer:
                 batches = iter(run.loader)
             elif progress.step != upcoming.step + 1:
                 raise RuntimeError(
-                    "a loop over steps() calls step(batch) or record_step(report, batch) for each"
+                    "the last batch of trainer.steps() was not recorded exactly once: call "
+                    "trainer.step(batch) or trainer.record_step(report, batch) once for each batch"
                 )
             upcoming = self._fetch(batches)  # while the device is still busy
             if not self._repeats_step:

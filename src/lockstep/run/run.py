@@ -207,7 +207,8 @@ class Run:
         groups = self.optimizer.param_groups
         if len(groups) < len(self.base_rates):
             raise ConfigError(
-                f"the optimizer has {len(groups)} parameter groups and had {len(self.base_rates)}",
+                f"the optimizer has {len(groups)} parameter groups, but had "
+                f"{len(self.base_rates)} before",
                 "keep the groups, and freeze parameters with requires_grad_(False)",
             )
         self._refuse_other_rate()
@@ -331,8 +332,8 @@ class Run:
         lost = [name for name in names if id(parameters[name]) not in optimized]
         if lost:
             raise ConfigError(
-                f"{list_names(lost)} now require a gradient, and no parameter group of the "
-                "optimizer has them",
+                "these parameters now require a gradient, but no parameter group of the optimizer "
+                f"has them: {list_names(lost)}",
                 "add them with optimizer.add_param_group, or build the optimizer with all "
                 "parameters (it skips frozen ones)",
             )
