@@ -262,7 +262,8 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--steps", type=int, help="measured steps of each kind: 8, tiny 4")
+    timed = "steps to time, and as many again without the gradient exchange: 8, tiny 4"
+    parser.add_argument("--steps", type=int, help=timed)
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, one of each recipe")
     parser.add_argument("--compile", choices=["true", "graphs"], help="each recipe's setting")
     args = parser.parse_args()

@@ -29,7 +29,7 @@ class EarlyStopping(Callback):
 
     def stop_if_due(self, run):
         if self.num_worse >= self.patience:
-            run.stop(f"{self.metric} has not improved on {self.best:.4g} {self.num_worse} times")
+            run.stop(f"{self.metric} has not improved on {self.best:.4g} in {self.num_worse} evals")
 
     def state_dict(self):
         return {"best": self.best, "num_worse": self.num_worse}

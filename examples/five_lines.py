@@ -12,11 +12,11 @@ inputs = torch.randn(512, 8)
 dataset = TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True))
 world = World.enter()  # 1: which rank am I, which device is mine
 model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
-model = world.replicate(model)  # 2: on the device, gradients alike on all ranks
+model = world.replicate(model)  # 2: on the device, gradients averaged over ranks
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 loader = Loader(dataset, world, batch_size=32, epochs=5)  # 3: each sample once, on one rank
 store = CheckpointStore("run")
-store.load_into(model=model, optimizer=optimizer, loader=loader)  # 4: go on where it stopped
+store.load_into(model=model, optimizer=optimizer, loader=loader)  # 4: resume where it stopped
 
 
 def loss(model, batch, context):

@@ -131,8 +131,8 @@ def test_anchors_and_merges_work_within_the_limits(settings: Settings) -> None:
         ("on: 2", "key True is not text: put it in quotes"),
         ('a: "\\0"', r"'\x00'"),
         ('a: "\\UFFFFFFFF"', "cannot be converted"),
-        ("- 1", "holds no keys but list"),
-        ("_base_: ${NOT_SET:3}", "_base_ is not a file's name: 3"),
+        ("- 1", "holds a value of type list instead of `key: value` pairs"),
+        ("_base_: ${NOT_SET:3}", "_base_ is not a file name: 3"),
         ("a: '${NOT_SET:b: c: d}'", "becomes 'b: c: d', which cannot be used"),
     ],
 )

@@ -377,7 +377,7 @@ def differ(folder: Path) -> str:
 def test_ranks_with_different_callbacks_are_refused(tmp_path: Path) -> None:
     """They would meet each other's votes at different places."""
     for said in run_ranks(2, differ, tmp_path):
-        assert "ranks 0 and 1 see different callbacks: Witness against none" in said
+        assert "ranks 0 and 1 see different callbacks: Witness vs none" in said
         assert "pass the same callbacks on every rank" in said
 
 

@@ -151,7 +151,7 @@ class Callbacks(Sequence[Callback]):
                 if method == "on_step_start" and not args[0].micro_batches:
                     raise ConfigError(
                         f"callback {name} removed every micro-batch of the step",
-                        "keep one at least; to train on nothing, return 0 * output.sum() as loss",
+                        "keep at least one; to train on nothing, return 0 * output.sum() as loss",
                     )
             except Exception as error:
                 error.add_note(f"in callback {name}.{method}")

@@ -148,7 +148,8 @@ class RunConfig(BaseModel):
     log_every: PositiveInt = 10
     resume: str = "auto"
     """`auto`: resume from the newest valid checkpoint, if any. `never`: refuse a folder that holds
-    one. `discard`: delete the contents of the folder. Or the path of a checkpoint."""
+    one. `discard`: delete the run in the folder (checkpoints, events, samples, TensorBoard files)
+    and start from scratch. Or the path of a checkpoint."""
     allow_shared_folder: bool = False
     """Allow an `output_dir` that every user can write to, or that belongs to another user."""
     accept_changes: bool = False

@@ -237,8 +237,8 @@ class Task:
         Collective: every rank calls it, with the evaluated weights. `folder` is the run's
         folder; only the first rank may write there. A returned path is that of a picture.
 
-        Torch, NumPy and Python's `random` are seeded before, alike on every rank, by the seed and
-        the step. Ranks that share the work draw from a generator for each sample instead.
+        Torch, NumPy and Python's `random` are seeded before by the run's seed and the step, the
+        same on every rank. Ranks that share the work draw from a generator for each sample instead.
 
         A stop signal cannot interrupt it unless it calls `context.raise_if_stopping()`: do so
         if it takes longer than a few seconds.

@@ -227,7 +227,8 @@ class Trainer:
                 continue
             if progress.step != batch.step + 1:
                 raise RuntimeError(
-                    "a loop over steps() calls step(batch) or record_step(report, batch) for each"
+                    "the last batch of trainer.steps() was not recorded exactly once: call "
+                    "trainer.step(batch) or trainer.record_step(report, batch) once for each batch"
                 )
             if not self._has_read_ahead:
                 self._upcoming = self._fetch()  # while the device is still busy

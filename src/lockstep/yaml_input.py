@@ -94,7 +94,8 @@ def read_yaml_file(path: Path, remedy: str) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{shown(path)} holds no keys but {type(values).__name__}",
+            f"{shown(path)} holds a value of type {type(values).__name__} instead of `key: value` "
+            "pairs",
             "write `key: value` lines",
         )
     return values

@@ -28,7 +28,7 @@ Build = Callable[[Sequence[str]], tuple[Task, RunConfig] | Callable[[], RunResul
 
 EXIT_CODES = """exit codes: 0 finished; 2 wrong settings or unusable data (completed steps are
 saved); 3 non-finite loss or gradient; 130, 143, 138, 129, 131 stopped and saved after
-Ctrl-C, SIGTERM, SIGUSR1, SIGHUP, SIGQUIT; 5 stopped without saving"""
+Ctrl-C, SIGTERM, SIGUSR1, SIGHUP, SIGQUIT; 5 stopped without saving; 1 any other error"""
 
 REHEARSAL_STEPS = 4
 

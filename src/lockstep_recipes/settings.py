@@ -41,7 +41,7 @@ def _read(path: Path, above: tuple[str, ...]) -> dict[str, Any]:
     name = _expand(base, path)
     if not isinstance(name, str):
         raise ConfigError(
-            f"{shown(path)}: {BASE} is not a file's name: {shown(name)}",
+            f"{shown(path)}: {BASE} is not a file name: {shown(name)}",
             f"write {BASE}: other.yaml",
         )
     chain = (*above, os.path.realpath(path))

@@ -23,12 +23,13 @@ from lockstep import Loader, World, train_step, unwrap
 from lockstep.certify.callback import CALLBACK
 from lockstep.certify.certificate import Certificate, certify_parity, certify_resume
 from lockstep.certify.compare import compare, read_attempts, relative
+from lockstep.certify.runs import check_killed
 from lockstep.certify.settings import RunSettings
 from lockstep.certify.trace import hash_of
 from lockstep.certify.verdict import TRY, Finding, find_cause
 from lockstep.cli.certify import certify, lines_of
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.harness.attach import KILLED, attached, write_settings
+from lockstep.harness.attach import KILLED, TRACE, attached, write_settings
 from lockstep.testing import TinyTask, run_ranks
 
 BIN = Path(sys.executable).parent
@@ -438,6 +439,18 @@ def test_the_ranks_of_a_command_are_started_and_compared(
     assert said["verdicts"]["2 ranks"]["model outputs"] == "same bits"
     assert said["batch_size"] == {"1": 4, "2": 4}
     assert (Path(said["folder"]) / "2_ranks" / "output_1.txt").exists(), "kept, to look at"
+
+
+def test_a_run_that_ends_before_its_kill_needs_fewer_steps(tmp_path: Path) -> None:
+    """The kill follows the step after the first save, which is half-way."""
+    settings = RunSettings(steps=6, kills=True)
+    with pytest.raises(ConfigError, match="no training step.*\n  try: certify a command that"):
+        check_killed(tmp_path, settings)
+    (tmp_path / TRACE).touch()
+    with pytest.raises(ConfigError, match=r"fewer than 4 steps\n  try: pass a smaller --steps"):
+        check_killed(tmp_path, settings)
+    (tmp_path / KILLED).touch()
+    check_killed(tmp_path, settings)
 
 
 def test_what_cannot_be_certified_is_one_line_and_something_to_try(apart: Path) -> None:

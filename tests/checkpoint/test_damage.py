@@ -248,7 +248,7 @@ def rewrite(store: CheckpointStore, change: Callable[[dict[str, Any]], object]) 
 
 def test_an_unknown_format_version_is_said(store: CheckpointStore) -> None:
     rewrite(store, lambda manifest: manifest.update(format_version=3))
-    expect_fallback(store, "has format version 3; this lockstep reads 1 and 2")
+    expect_fallback(store, "has format version 3; this version of lockstep reads 1 and 2")
 
 
 PATHS = ["../x", "/etc/passwd", "a/b", "..", ".", "", "a\0b", "x" * 4096, "..\\x", "~/x", "$HOME"]

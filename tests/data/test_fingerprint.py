@@ -70,7 +70,7 @@ def reorder(folder: Folder, choose: random.Random) -> str:
     names = list(folder.names)
     names[a], names[b] = names[b], names[a]
     write_list(folder.root, names)
-    return f"the same samples in another order, from {names[a]} on"
+    return f"the same samples in a different order, from {names[a]} on"
 
 
 def edit(folder: Folder, choose: random.Random) -> str:
@@ -82,7 +82,7 @@ def edit(folder: Folder, choose: random.Random) -> str:
     path.write_bytes(content)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size
-    return f"1 with other names or contents: {name}"
+    return f"1 with different names or contents: {name}"
 
 
 @pytest.mark.parametrize("mutate", [append, delete, reorder, edit])
@@ -120,7 +120,7 @@ def test_a_print_of_many_samples_stays_small_and_still_finds_one_edit(tmp_path: 
     assert len(before["entries"]) <= fingerprint.MAX_ENTRIES
     changed = Many()
     changed.edited = 70_001
-    assert "1 with other names" in differences(
+    assert "1 with different names" in differences(
         before, take_fingerprint(changed, 0, before), changed
     )
     changed = Many()
@@ -153,7 +153,7 @@ def test_a_few_samples_stand_for_a_data_set_without_a_print() -> None:
     index = sorted(map(int, before["samples"]))[3]
     edited = Samples(**{f"at_{index}": torch.full((4,), index + 0.01)})
     said = differences(before, take_fingerprint(edited, 3, before), edited)
-    assert said == f"other contents: sample {index}"
+    assert said == f"different contents: sample {index}"
     assert differences(before, take_fingerprint(Samples(32), 3, before), Samples(32)) == "2 added"
     rounded = Samples(**{f"at_{index}": torch.full((4,), index * (1 + 1e-7))})
     assert differences(before, take_fingerprint(rounded, 3, before), rounded) == ""
@@ -236,7 +236,7 @@ def test_a_print_of_an_earlier_version_is_compared_with_whole_paths() -> None:
     assert differences(OLD_PRINT, now, kept) == ""
     moved = WithPaths("/elsewhere")
     said = differences(OLD_PRINT, take_fingerprint(moved, 0, OLD_PRINT), moved)
-    assert said == "other contents: sample 0, sample 29"
+    assert said == "different contents: sample 0, sample 29"
     # What ranks compare and the next checkpoint holds is of the present form.
     assert now["samples"] == take_fingerprint(moved, 0, OLD_PRINT)["samples"]
     assert "old_samples" not in take_fingerprint(kept, 0, now)

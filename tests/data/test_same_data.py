@@ -201,7 +201,7 @@ ALL_DIFFER = "sample 0, sample 9, sample 18 and 5 more differ (8 compared)"
         (OfTheRankHeldOut, 2, f"ranks 0 and 1 see different held-out samples: {ALL_DIFFER}"),
         (OneOther, 3, "ranks 0 and 2 see different training samples: sample 63 differs"),
         (Unsorted, 2, "63.png, 62.png, 61.png and 61 more differ (64 compared)"),
-        (UnsortedOnAnotherNode, 2, "the same samples in another order, from 63.png on"),
+        (UnsortedOnAnotherNode, 2, "the same samples in a different order, from 63.png on"),
     ],
 )
 def test_ranks_with_different_data_are_refused_by_fit(
@@ -247,12 +247,13 @@ def test_the_first_rank_of_each_node_looks_into_all_files(tmp_path: Path) -> Non
     assert [type(result) for result in results] == [list] * 4
     assert sorted(notes.read_text().split()) == ["0", "2"]
     stale = run(tmp_path / "other", 4, lambda: TwoNodes(notes, stale_on=2))
-    said = "ranks 0 and 2 see different training samples: 1 with other names or contents: 20.png"
+    found = "1 with different names or contents: 20.png"
+    said = f"ranks 0 and 2 see different training samples: {found}"
     assert all(said in words for _, words in stale)
     edited = run(folder, 4, lambda: TwoNodes(notes, stale_on=-1), max_steps=2)
     said = (
         "settings or data differ from the checkpoint's: "
-        "training data: 1 with other names or contents: 20.png"
+        "training data: 1 with different names or contents: 20.png"
     )
     assert [words.partition("\n")[0] for _, words in edited] == [said] * 4
 
@@ -447,4 +448,4 @@ def test_five_lines_refuse_to_resume_on_data_that_changed(tmp_path: Path) -> Non
     assert run_ranks(2, resume_on_changed_data, tmp_path, 0.0) == ["began at 2"] * 2
     said, again = run_ranks(2, resume_on_changed_data, tmp_path, 1.0)
     assert said == again
-    assert "the training data changed since the checkpoint: other contents: sample 15" in said
+    assert "the training data changed since the checkpoint: different contents: sample 15" in said

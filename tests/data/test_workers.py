@@ -280,7 +280,8 @@ def test_a_batch_that_cannot_travel_is_named() -> None:
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"lock": threading.Lock()}
 
-    with pytest.raises(DataError, match="batch of sample 0, sample 1 cannot leave its worker"):
+    said = "batch of sample 0, sample 1 cannot be sent from its worker"
+    with pytest.raises(DataError, match=said):
         read(Unsendable())
 
 
@@ -291,7 +292,8 @@ def test_a_batch_for_which_there_is_no_shared_memory_is_named(quick: None) -> No
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
             return np.zeros(1 << 21, dtype=np.uint8)
 
-    with pytest.raises(DataError, match="sample 0, sample 1 cannot leave its worker: unable"):
+    said = "sample 0, sample 1 cannot be sent from its worker: unable"
+    with pytest.raises(DataError, match=said):
         read(Large(), timeout_s=1.0)
 
 

@@ -121,7 +121,7 @@ def with_other_timeouts() -> list[str]:
 
 
 def test_another_time_limit_for_an_existing_group_is_reported_once() -> None:
-    said = "timeout_s=30 has no effect: the process group was made with timeout_s=20 before"
+    said = "timeout_s=30 has no effect: the process group already has timeout_s=20"
     assert run_ranks(2, with_other_timeouts) == [[said], []]
 
 

@@ -454,6 +454,7 @@ def batch(lines: str, body: str = "srun python train.py") -> Command:
         ("#SBATCH --signal=TERM@120", 30.0, "ok"),
         ("#SBATCH --signal=TERM@120", 200.0, "fail"),
         ("#SBATCH --signal=15@120", 30.0, "ok"),
+        ("#SBATCH --signal=QUIT@120", 30.0, "ok"),
         ("#SBATCH --signal=USR2@120", 1.0, "fail"),
         ("#SBATCH --signal=B:USR1@120", 1.0, "fail"),
         ("#SBATCH --time=1:00:00", 1.0, "ok"),
@@ -514,6 +515,18 @@ def test_a_job_is_tried_with_any_omp_num_threads(threads: str, tmp_path: Path) -
     command = Command("torchrun", ("train.py",), 2, folder=tmp_path)
     found = try_job(command, {**os.environ, "OMP_NUM_THREADS": threads}, 100)
     assert "No module named 'no_such_module'" in found.problems["script"][0]
+
+
+def test_a_script_that_is_killed_has_probably_run_out_of_memory(
+    without_gpu: Examination, tmp_path: Path
+) -> None:
+    killed = "import lockstep, os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    (tmp_path / "train.py").write_text(killed)
+    command = Command("python", ("train.py",), folder=tmp_path)
+    found = try_job(command, os.environ, 100)
+    result = named(verdicts(replace(without_gpu, command=command, found=found)), "script")
+    assert "killed (SIGKILL), probably because it ran out of memory" in result.evidence
+    assert result.fix == "free memory, or lower batch_size or num_workers"
 
 
 def test_a_script_that_is_not_there_and_one_that_would_train(

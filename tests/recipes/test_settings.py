@@ -49,9 +49,9 @@ def test_values_come_from_the_environment_or_their_default(
         ("a: ${NOT_THERE}", "NOT_THERE"),
         ("_base_: missing.yaml", "missing.yaml cannot be read"),
         ("_base_: a.yaml", "build on each other"),
-        ("_base_: [1]", "not a file's name"),
+        ("_base_: [1]", "is not a file name"),
         ("a: [1", "line 1 is not YAML"),
-        ("- 1", "holds no keys"),
+        ("- 1", "holds a value of type list instead of `key: value` pairs"),
         ("a: 1\na: 2", "twice"),
     ],
 )

@@ -209,10 +209,10 @@ class OtherHeldOutTask(FaultyTask):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (EditedTask, "training data: other contents: sample 0"),
-        (ReversedTask, "training data: other contents: sample 0"),
+        (EditedTask, "training data: different contents: sample 0"),
+        (ReversedTask, "training data: different contents: sample 0"),
         (LongerTask, "training data: 8 added"),
-        (OtherHeldOutTask, "held-out data: other contents: sample 0"),
+        (OtherHeldOutTask, "held-out data: different contents: sample 0"),
     ],
 )
 def test_data_that_changed_are_refused_unless_accepted(
@@ -228,7 +228,7 @@ def test_data_that_changed_are_refused_unless_accepted(
 
 def test_data_that_changed_are_refused_on_all_ranks(tmp_path: Path) -> None:
     fit(FaultyTask(), config_for(tmp_path, max_steps=2))
-    with pytest.raises(RuntimeError, match="training data: other contents: sample 0"):
+    with pytest.raises(RuntimeError, match="training data: different contents: sample 0"):
         run(tmp_path, 2, EditedTask(), max_steps=4)
 
 
@@ -341,7 +341,7 @@ def test_all_that_changed_is_in_one_error_before_the_first_step(tmp_path: Path) 
         fit(EditedTask(), config_for(tmp_path, **changes))
     for said in ("max_grad_norm 1.0 -> 2.0", "precision fp32 -> bf16", "base_lr 0.02 -> 0.1"):
         assert said in caught.value.problem
-    assert "training data: other contents" in caught.value.problem
+    assert "training data: different contents" in caught.value.problem
 
 
 def test_a_cosine_that_ends_elsewhere_is_told_and_an_old_checkpoint_is_taken(
@@ -350,7 +350,7 @@ def test_a_cosine_that_ends_elsewhere_is_told_and_an_old_checkpoint_is_taken(
     cosine = {"schedule": {"shape": "cosine"}}
     fit(FaultyTask(), config_for(tmp_path, max_steps=2, **cosine))
     assert fit(FaultyTask(), config_for(tmp_path, max_steps=3, **cosine)).step == 3
-    assert "the cosine schedule has another length: max_steps 2 -> 3" in capsys.readouterr().out
+    assert "the cosine schedule has a different length: max_steps 2 -> 3" in capsys.readouterr().out
     old = Checkpoint(Path("step_3"), 3, "tiny", {"contract": {}}, {}, {})
     said = resuming.warnings_of(old, RunConfig())
     assert said == ["step_3 has no fingerprints of its data: not compared"]

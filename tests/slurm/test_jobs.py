@@ -135,7 +135,7 @@ def test_a_killed_rank_is_started_again_with_the_others(
     assert cluster.kill_on("node2", signal.SIGKILL, rank) == 1
     assert job.finish() == 0, job.text
     check_whole(job, uninterrupted)
-    assert "a rank ended with exit code 137; all start again (try 2 of 3)" in job.text
+    assert "a rank ended with exit code 137; restarting all ranks (try 2 of 3)" in job.text
     assert len(resumed_at(job.folder / "run")) == 1
 
 
@@ -157,7 +157,7 @@ def test_a_request_that_cannot_work_is_not_tried_again(submit: Submit) -> None:
     job = submit("train_steps.py", "run", "0", "refused")
     assert job.finish() == 2, job.text
     assert job.text.count("the planted folder cannot be read") == 1
-    assert "start again" not in job.text
+    assert "restarting" not in job.text
     assert f"job {job.job_id} ended: FAILED, exit code 2" in job.text
 
 
@@ -165,7 +165,7 @@ def test_a_bug_that_comes_back_ends_the_job_however_often_it_is_queued(
     cluster: Cluster, submit: Submit
 ) -> None:
     job = submit("--restarts", "9", "train_steps.py", "run", "0", "bug")
-    job.wait_for_text("all start again (try 2 of 10)")
+    job.wait_for_text("restarting all ranks (try 2 of 10)")
     cluster.ask("scontrol", "requeue", job.job_id)
     assert job.finish() == 4, job.text
     assert "the same error 3 times in the same place; not trying again" in job.text
@@ -184,7 +184,7 @@ def test_a_job_that_goes_first_takes_its_place_and_then_it_goes_on(
     cluster.ask("sbatch", *urgent, "--wrap", "true")
     assert job.finish() == 0, job.text
     check_whole(job, uninterrupted)
-    assert "saved for a job that goes first; the job is back in the queue" in job.text
+    assert "saved: preempted by another job; the job is back in the queue" in job.text
     stops = [one for one in events(job.folder / "run") if one["event"] == "stop"]
     assert [one["exit_code"] for one in stops] == [143]
 

@@ -241,7 +241,7 @@ PAIR = (torch.ones(()), 1.0)
     ("task", "said"),
     [
         (Parted({"loss": PAIR}), "a part of the loss is named 'loss', as the loss itself is"),
-        (Parted({"a": PAIR, 3: PAIR}), "a part of the loss is named 3, which is not a text"),
+        (Parted({"a": PAIR, 3: PAIR}), "a part of the loss is named 3, which is not a string"),
         (
             Parted({"a": (torch.ones(3), 1.0)}),
             "part 'a' of the loss is (tensor([1., 1., 1.]), 1.0)",
@@ -430,17 +430,19 @@ def test_a_step_repeated_for_want_of_memory_counts_once(tmp_path: Path) -> None:
 def test_what_a_bad_step_met_is_that_run_s_or_is_not_kept(tmp_path: Path) -> None:
     """A disk without room for it neither hides the step nor ends a run that may go on."""
 
-    def meet(lr: float, **changes: Any) -> str:
+    def meet(lr: float, **changes: Any) -> NonFiniteError:
         with pytest.raises(NonFiniteError) as met:
             fit(Poisoned(), config_for(tmp_path, resume="discard", rate={"lr": lr}, **changes))
-        return met.value.remedy
+        return met.value
 
-    evidence = [Path(meet(lr).partition("resume=")[2]) for lr in (0.01, 0.02)][1]
+    evidence = [Path(meet(lr).remedy.partition("resume=")[2]) for lr in (0.01, 0.02)][1]
     config = CheckpointStore(tmp_path, recipe="tiny").open(evidence).meta["config"]
     assert config["rate"]["lr"] == 0.02
     shutil.rmtree(evidence.parent)
     evidence.parent.write_text("in the way")
-    assert "the state before it could not be saved: cannot save" in meet(0.01)
+    met = meet(0.01)
+    assert "the state before it could not be saved: cannot save" in met.problem
+    assert "saved" not in met.remedy
     skipped = fit(Poisoned(), config_for(tmp_path, resume="discard", on_non_finite="skip"))
     assert skipped.step == 10
 

@@ -62,6 +62,8 @@ def check_killed(folder: Path, settings: RunSettings) -> None:
     if (folder / KILLED).exists():
         return
     why = "no training step of lockstep was seen"
+    remedy = "certify a command that trains each time it is started"
     if (folder / TRACE).exists():
         why = f"it took fewer than {settings.save_step() + 1} steps"
-    raise ConfigError(f"the command ended before it could be killed: {why}", "pass more --steps")
+        remedy = "pass a smaller --steps"
+    raise ConfigError(f"the command ended before it could be killed: {why}", remedy)

@@ -321,8 +321,8 @@ def _seal(manifest: Mapping[str, Any]) -> bytes:
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(v)}" for key, v in manifest.items())
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the meta data cannot be written as JSON: {error}",
-            "use numbers, texts, lists and dicts in it",
+            f"the metadata cannot be written as JSON: {error}",
+            "use only numbers, strings, lists and dicts in it",
         ) from error
     body = f"{{{lines}".encode()
     return body + f',\n"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
@@ -336,8 +336,8 @@ def _parse_manifest(folder: Path, raw: bytes) -> Checkpoint:
         raise damaged(folder, f"{MANIFEST} is unreadable: {error!r:.200}") from error
     if type(version) is not int or version not in FORMAT_VERSIONS:
         raise CheckpointError(
-            f"{folder} has format version {in_brief(version)}; this lockstep reads {WHOLE} and "
-            f"{SHARED}",
+            f"{folder} has format version {in_brief(version)}; this version of lockstep reads "
+            f"{WHOLE} and {SHARED}",
             "use the version of lockstep that wrote the checkpoint",
         )
     seal = _SEAL.search(raw, max(0, len(raw) - 100))

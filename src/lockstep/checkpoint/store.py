@@ -393,8 +393,8 @@ class CheckpointStore:
                 except (ValueError, KeyError) as error:
                     raise CheckpointError(
                         f"the saved state of {name} does not fit: {error}",
-                        "build the same optimizer, and add the parameter groups that the saved run "
-                        "had added before load_into",
+                        "build the same optimizer, and before load_into add the parameter groups "
+                        "that the saved run had added",
                     ) from error
             else:
                 target.load_state_dict(checkpoint.load(name))

@@ -24,7 +24,10 @@ benching = typer.Typer(
 )
 BUSY = 0.5
 """Load per core above which a remark says that the machine is busy."""
-Steps = Annotated[int, typer.Option(help="measured steps of each kind", min=4)]
+Steps = Annotated[
+    int,
+    typer.Option(help="steps to time, and as many again without the gradient exchange", min=4),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write all numbers to this file")]
 
 
@@ -105,7 +108,7 @@ def bench_input(
 def bench_step(
     words: Words, steps: Steps = 24, limit: Limit = 300, json_file: JsonFile = None
 ) -> None:
-    """See where the time of a command's step goes."""
+    """Show where the time goes in a step of a command."""
     from lockstep.bench.report import step_lines
 
     show(words, "step", steps, limit, json_file, step_lines)

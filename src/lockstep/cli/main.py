@@ -290,7 +290,7 @@ def doctor(
     ] = 120,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, and optionally a job; every failure comes with its fix."""
+    """Check this machine, and optionally a job; every failure says what to try."""
     from lockstep.cli.doctor import run_doctor
 
     sys.exit(run_doctor(words or [], as_json, seconds))

@@ -4,8 +4,8 @@ Owns: the fingerprint that checkpoints keep and ranks compare, and the messages 
 Does not own: when to compare. A fingerprint does not depend on the folder of the data: a copy
 elsewhere has the same one.
 
-A data set may define `fingerprint()`, which returns a text for each sample, in order, that changes
-with the sample; `file_fingerprints` makes such texts from files. For any other data set a few
+A data set may define `fingerprint()`, which returns one string per sample, in order; it changes
+with the sample. `file_fingerprints` makes such strings from files. For any other data set a few
 samples are read, in a separate process: reading may open files, which forked workers must not
 share.
 """
@@ -167,7 +167,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], dataset: Any) ->
         in_old_form = new.get("old_samples", {})
         _, edited = _compare_samples(old["samples"], {**new["samples"], **in_old_form})
         changes = [f"{abs(grown)} {'added' if grown > 0 else 'removed'}"] if grown else []
-        return ", ".join(changes + ([f"other contents: {name(edited)}"] if edited else []))
+        return ", ".join(changes + ([f"different contents: {name(edited)}"] if edited else []))
     before = old["entries"]
     now = new["entries"]
     each = old["per_entry"]
@@ -183,9 +183,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], dataset: Any) ->
     if grown < 0:
         return f"{-grown} samples removed, the first about {place}"
     if Counter(before) == Counter(now):
-        return f"the same samples in another order, from {place} on"
+        return f"the same samples in a different order, from {place} on"
     edited = [i * each for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
-    return f"{len(edited)} with other names or contents: {name(edited)}"
+    return f"{len(edited)} with different names or contents: {name(edited)}"
 
 
 def _names(dataset: Any, indices: Sequence[int]) -> str:

@@ -40,8 +40,9 @@ def refuse_data_loader(dataset: Any) -> None:
     """Refuse a torch DataLoader, whose batches would be taken for samples."""
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            "the data are a torch DataLoader, and batches, shuffling and workers are lockstep's",
-            "return its data set (loader.dataset), and set batch.batch_size and loader.num_workers",
+            "the data are a torch DataLoader, but lockstep itself batches, shuffles and starts "
+            "workers",
+            "pass its data set (loader.dataset), and set batch.batch_size and loader.num_workers",
         )
 
 

@@ -284,7 +284,7 @@ def _serve(
             if isinstance(error, OSError):
                 error = OSError(f"unable to share its memory: {error.strerror}")
             names = names_of(reader.dataset, micro_batch.ids)
-            problem = f"the batch of {names} cannot leave its worker: {error}"
+            problem = f"the batch of {names} cannot be sent from its worker: {error}"
             remedy = (
                 "return only what can be pickled, allow more shared memory (/dev/shm), or set "
                 "loader.num_workers=0"

@@ -160,7 +160,7 @@ def _as_parts(problem: Exception | None) -> list[str]:
     where = f"{Path(place.filename).name}:{place.lineno} in {place.name}"
     where = ", ".join([where, *getattr(problem, "__notes__", [])])
     text = f"{type(problem).__name__}: {problem!s:.1000} ({where})"
-    return [OtherRankError.__name__, text, "read the traceback that this rank prints"]
+    return [OtherRankError.__name__, text, "read the traceback that the failing rank prints"]
 
 
 def check_same(
@@ -173,7 +173,7 @@ def check_same(
     texts = world.all_texts(local)
     if len(set(texts)) > 1:
         rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
-        short = " against ".join(_around_difference(texts[0], texts[rank]))
+        short = " vs ".join(_around_difference(texts[0], texts[rank]))
         raise ConfigError(f"ranks 0 and {rank} see different {what}: {short}", remedy)
 
 

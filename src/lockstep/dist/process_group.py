@@ -183,7 +183,7 @@ def report_kept(own: OwnGroup, place: torch.device, timeout_s: float | None) -> 
     """Warn about settings that the existing group does not follow."""
     if timeout_s is not None and group_timeout_s(timeout_s) != own.timeout_s:
         _log.warning(
-            "timeout_s=%g has no effect: the process group was made with timeout_s=%g before",
+            "timeout_s=%g has no effect: the process group already has timeout_s=%g",
             timeout_s,
             own.timeout_s,
         )

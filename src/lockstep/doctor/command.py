@@ -127,7 +127,8 @@ def _find_program(program: str, env: Mapping[str, str], folder: Path) -> str:
         path = folder / program
         if not os.path.isfile(path):
             raise LaunchError(
-                f"there is no file {plain(program)} in {folder}", "pass its path from that folder"
+                f"there is no file {plain(program)} in {folder}",
+                "pass its path relative to that folder",
             )
         if shutil.which(str(path.absolute())) is None:
             raise LaunchError(f"{program} may not be executed", f"run chmod +x {program}")
@@ -359,7 +360,7 @@ def _read_sbatch(words: Sequence[str], folder: Path) -> Command:
         name = rest[0] if rest else ""
         raise LaunchError(
             f"there is no batch script {shown(name)} in {folder}",
-            "pass its path from that folder",
+            "pass its path relative to that folder",
         )
     text = (folder / rest[0]).read_text(errors="replace")
     asked = {**batch_options(text), **options}
@@ -401,7 +402,8 @@ def _read_shell(
     path = folder / (scripts[0] if scripts else "")
     if not scripts or not os.path.isfile(path):
         name = shown(scripts[0] if scripts else "")
-        raise LaunchError(f"there is no script {name} in {folder}", "pass its path from there")
+        remedy = "pass its path relative to that folder"
+        raise LaunchError(f"there is no script {name} in {folder}", remedy)
     text = path.read_text(errors="replace")
     by_path = re.search(r"\S*/(?:python[0-9.]*|torchrun|accelerate|lockstep)\s", text)
     if by_path or not re.search(r"\b(?:python3?|torchrun|accelerate|lockstep)\b", text):

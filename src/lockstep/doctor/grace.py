@@ -19,9 +19,10 @@ from lockstep.launch.slurm_text import (
     parse_time_limit,
     run_command,
 )
+from lockstep.signals import EXIT_CODES
 
 MARGIN_S = 5.0
-HEARD = ("TERM", "INT", "USR1", "HUP")
+HEARD = tuple(number.name.removeprefix("SIG") for number in EXIT_CODES)
 """Signals after which a run saves and exits."""
 Ask = Callable[[list[str]], str]
 

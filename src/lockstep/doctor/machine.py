@@ -152,7 +152,7 @@ def gpus_idle(driver: Driver, env: Mapping[str, str]) -> Result:
         listed.append(f"GPU {gpu.index}: {bytes_text(gpu.used_bytes)} in use, {who}")
     free = [str(gpu.index) for gpu in driver.gpus if gpu not in busy]
     fix = "wait for them, or end them if they are yours"
-    others = f"; idle: CUDA_VISIBLE_DEVICES={','.join(free)}" if free else ""
+    others = f"; or use idle ones: set CUDA_VISIBLE_DEVICES={','.join(free)}" if free else ""
     return fail("; ".join(listed), fix + others)
 
 

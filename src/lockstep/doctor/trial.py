@@ -100,10 +100,12 @@ def _read(folder: Path, commands: Sequence[RunningCommand], has_ended: bool) -> 
     if found.failed_at or found.needs_group:
         return found
     if failed is None and not is_through:
-        problem = "it ends without a call of lockstep.fit or train_step"
+        problem = "it ended without calling lockstep.fit or train_step"
         found.problems["script"] = [problem, "pass a script that trains"]
     elif failed is not None and failed.code == -signal.SIGKILL:
-        found.problems["step" if is_through else "script"] = ["it was killed: out of memory", ""]
+        problem = "it was killed (SIGKILL), probably because it ran out of memory"
+        remedy = "free memory, or lower batch_size or num_workers"
+        found.problems["step" if is_through else "script"] = [problem, remedy]
     elif failed is not None:
         failure = CommandFailure.read(failed.text)
         found.problems[found.phase] = [failure.problem, failure.advice]

@@ -56,7 +56,7 @@ def raise_if_not_deterministic(error: RuntimeError) -> None:
     name, found, _ = str(error).partition(NOT_DETERMINISTIC)
     if found:
         raise ConfigError(
-            f"exact: {name} adds in another order each time it runs on a GPU",
+            f"exact=true: {name} adds in a different order each time it runs on a GPU",
             "use another operation (for a loss: reduction='none' and .sum()), or set exact=false",
         ) from error
 

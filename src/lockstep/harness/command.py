@@ -81,7 +81,7 @@ class RunningCommand:
             except OSError as error:
                 raise LaunchError(
                     f"{words[0]} cannot be started: {error.strerror}",
-                    "write the command after -- as you would type it; a line of shell: "
+                    "write the command after -- as you would type it; for a shell line, write "
                     "bash -c 'LINE'",
                 ) from None
         self._offset = output.stat().st_size

@@ -22,10 +22,12 @@ EXIT_CRASH_LOOP = 4
 EXIT_EARLY = LeftEarlyError.exit_code
 """A rank's script ended with 0 inside a run, or while the others still needed it."""
 FINAL_CODES = {2, 3, EXIT_NOT_SAVED, EXIT_EARLY, *EXIT_CODES.values()}
-"""Exit codes after which ranks are not restarted, because the same would happen again: a request
+"""Exit codes after which ranks are not restarted, because a restart would not help: a request
 that cannot work, a non-finite loss, a script that ends too early on one rank, a requested stop."""
 RESUME = "start the same command again; it resumes from the newest checkpoint"
-FIND_KILLER = "look at what the script does in that step, and in dmesg for the sender of the signal"
+FIND_KILLER = (
+    "look at what the script does in that step, and for a message about the process in dmesg"
+)
 LESS_MEMORY = "lower batch.batch_size or loader.num_workers, or ask for more memory"
 
 

@@ -47,7 +47,7 @@ requeue() {
     say "$1; the job is back in the queue"
     sleep 600 # until SLURM ends this script
   else
-    say "$1, and SLURM does not queue the job again; submit it once more, it goes on"
+    say "$1, but SLURM did not requeue the job; submit it again to resume"
   fi
   exit "$code"
 }
@@ -81,13 +81,14 @@ for ((try = 1; ; try++)); do
     code=4
   fi
   case $code in
-    0 | 2 | 3 | 4 | 5 | 129 | 130 | 131) break ;; # finished, stopped, or as true the second time
-    143) if is_preempted; then requeue "saved for a job that goes first"; else break; fi ;;
+    0 | 2 | 3 | 4 | 5 | 6 | 129 | 130 | 131) break ;; # finished, stopped, or a restart is no help
+    143) if is_preempted; then requeue "saved: preempted by another job"; else break; fi ;;
   esac
   [[ -z $is_terminated ]] || break # cancelled, or in the queue again already
   ((code != 138)) || requeue "saved before the time limit"
   ((try <= restarts)) || break
-  say "a rank ended with exit code $code; all start again (try $((try + 1)) of $((restarts + 1)))"
+  tries="try $((try + 1)) of $((restarts + 1))"
+  say "a rank ended with exit code $code; restarting all ranks ($tries)"
   wait_for_nodes
   [[ -z $is_terminated ]] || break
   ! is_limit_near || requeue "the time limit is near"

@@ -262,7 +262,8 @@ class _Builder:
     def _take_folder_over(self) -> None:
         """Stop earlier runs from saving into the folder, and write config.json.
 
-        With resume=discard the contents of the folder are deleted.
+        With resume=discard the run in the folder is deleted: checkpoints, events, samples,
+        TensorBoard files.
         """
         if not self.world.is_first:
             return

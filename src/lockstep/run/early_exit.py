@@ -46,7 +46,7 @@ def _exited(error: BaseException, unsaved: str) -> LockstepError | None:
         return None
     return LeftEarlyError(
         "the script called exit() inside a run that had not finished; "
-        + (unsaved or "everything up to there is saved"),
+        + (unsaved or "all finished steps are saved"),
         "call exit() after fit has returned; to end a run early, set max_steps or send SIGTERM",
     )
 

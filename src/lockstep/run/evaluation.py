@@ -260,7 +260,7 @@ def _without_stand_ins(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     for batch in batches:
         if batch.is_stand_in:
             raise DataError(
-                f"a held-out batch has no good sample, the first because {batch.skipped[0][1]}",
+                f"every sample of a held-out batch is bad, the first because {batch.skipped[0][1]}",
                 "remove the bad samples, or raise evaluation.batch_size",
             )
         yield batch

@@ -326,7 +326,7 @@ def warnings_of(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
     lengths = [f"{n} {then[n]} -> {value}" for n, value in now.items() if then[n] != value]
     warnings = []
     if lengths and config.schedule.shape == "cosine":
-        warnings.append(f"the cosine schedule has another length: {', '.join(lengths)}")
+        warnings.append(f"the cosine schedule has a different length: {', '.join(lengths)}")
     if "data" not in checkpoint.meta:
         warnings.append(f"{checkpoint.path} has no fingerprints of its data: not compared")
     return warnings

@@ -300,8 +300,8 @@ class Run:
         lost = [name for name in names if id(parameters[name]) not in optimized]
         if lost:
             raise ConfigError(
-                f"{list_names(lost)} now require a gradient, and no parameter group of the "
-                "optimizer has them",
+                "these parameters now require a gradient, but no parameter group of the optimizer "
+                f"has them: {list_names(lost)}",
                 "add them with optimizer.add_param_group, or build the optimizer with all "
                 "parameters (it skips frozen ones)",
             )

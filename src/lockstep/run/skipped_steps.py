@@ -51,27 +51,28 @@ class SkippedSteps:
         self.buffers.restore()
         try:
             saved = str(together(run.world, lambda: run.save_before_non_finite(step)))
-            again = f"to repeat it, run one process with another output_dir and resume={saved}"
+            again = f"; to repeat it, run one process with another output_dir and resume={saved}"
+            unsaved = ""
         except CheckpointError as error:  # must not hide the non-finite step
-            saved = ""
-            again = f"the state before it could not be saved: {error.problem}"
+            saved = again = ""
+            unsaved = f"; the state before it could not be saved: {error.problem}"
         message = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}"
         remedy = (
             "lower the learning rate, lengthen the warm-up, set precision=fp32, "
-            "or set on_non_finite=skip; "
+            "or set on_non_finite=skip"
         )
         if not weight >= 0:  # NaN too
             message = f"step {step + 1}: the total weight of the loss is {weight:g}, not 0 or more"
-            remedy = "return a weight of 0 or more for every micro-batch; "
+            remedy = "return a weight of 0 or more for every micro-batch"
         self.num += 1
         if policy == "stop" or self.num > MAX_SKIPPED:
             often = "" if policy == "stop" else f", {self.num} such steps by now"
             raise NonFiniteError(
-                f"{message}{often}; weights unchanged, step not saved",
+                f"{message}{often}; weights unchanged, step not saved{unsaved}",
                 remedy + again,
             )
         message += ": skipped"
         if policy == "rewind":
             message += f", and the weights of step {together(run.world, run.rewind)} restored"
-        message += f"; {again}"
+        message += unsaved or again
         self.events.write("non_finite", step, policy=policy, path=saved, message=message)

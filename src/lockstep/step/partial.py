@@ -48,7 +48,7 @@ def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
     if not is_real or loss.numel() != 1 or not loss.requires_grad:
         problem = f"the loss of a micro-batch is {loss!r:.80}, not one number with a gradient"
         raise ConfigError(
-            problem, "return a mean or a PartialLoss; if nothing counts, 0 * output.sum()"
+            problem, "return a mean or a PartialLoss; if nothing counts, return 0 * output.sum()"
         )
     if not _is_number(part.weight):
         raise ConfigError(
@@ -62,7 +62,7 @@ def names_of(part: PartialLoss, before: list[str] | None = None) -> list[str]:
 
 def _check_part(name: Any, pair: Any) -> None:
     if not isinstance(name, str) or name == "loss":
-        why = "as the loss itself is" if name == "loss" else "which is not a text"
+        why = "as the loss itself is" if name == "loss" else "which is not a string"
         raise ConfigError(
             f"a part of the loss is named {shown(name)}, {why}",
             "give the part another name: parts={'cross_entropy': (sum, weight)}",

@@ -26,7 +26,7 @@ def check_counted(counted: Any, before: list[str] | None = None) -> list[str]:
     if not isinstance(counted, Mapping):
         raise ConfigError(
             f"weights() returned {shown(counted)}, not a mapping",
-            "return the number of units of each term by its name; {} for a loss without terms",
+            "return a dict with the number of units of each term, or {} for a loss without terms",
         )
     return same_names(sorted(counted), before, TERMS)
 

@@ -3,3 +3,7 @@
 The geometry backbone is the aggregator of VGGT (Wang et al., "VGGT: Visual Geometry Grounded
 Transformer", CVPR 2025, arXiv 2503.11651).
 """
+
+from lockstep_recipes.extras import require
+
+require("PIL")

@@ -3,6 +3,8 @@
 Owns: reading two other layouts, and which episodes are held out. Does not own: the layout
 it writes, which data.py describes.
 
+The layouts that can be converted:
+
     a folder, or a .tar.xz of it, with meta.jsonl    per line: dir, instruction, views, action_dim;
                                                      DIR/VIEW/NNNN.jpg, DIR/data.npz
     LIBERO's HDF5 files, one or a folder of them     data/demo_N/{actions, obs/agentview_rgb,
@@ -37,6 +39,7 @@ from lockstep_recipes.atlas.sample_data import write_table
 from lockstep_recipes.command import Flags, finish
 
 HDF5 = (".hdf5", ".h5")
+OTHER_SOURCE = "pass a folder with meta.jsonl, a .tar.xz of one, or LIBERO's .hdf5 files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,13 @@ def convert(argv: Sequence[str]) -> str:
     Raises:
         LockstepError: if the source cannot be read or the output exists.
     """
-    parser = Flags("atlas.convert", __doc__.split("\n\n")[0], "convert robots.tar.xz data/episodes")
-    parser.prog = "python -m lockstep_recipes.atlas.convert"
+    command = "python -m lockstep_recipes.atlas.convert"
+    summary, _, *layouts = __doc__.strip().split("\n\n")
+    description = "\n\n".join([summary, *layouts])
+    parser = Flags("atlas.convert", description, f"{command} robots.tar.xz data/episodes")
+    parser.prog = command
     add = parser.add_argument
-    add("source", type=Path)
+    add("source", type=Path, help="a folder or a file in one of these layouts")
     add("output", type=Path, help="folder to create, for data_dir")
     add("--width", type=int, default=7, help="columns of the actions to convert")
     add("--val_share", type=float, default=0.2, help="share of the episodes to hold out")
@@ -71,7 +77,7 @@ def convert(argv: Sequence[str]) -> str:
             f"--val_share {args.val_share} is not from 0 to 1", "pass --val_share 0.2"
         )
     if args.output.exists():
-        raise DataError(f"{args.output} exists", "pass another --output, or remove it")
+        raise DataError(f"{args.output} exists", "pass another output folder, or remove it")
     if not args.source.exists():
         raise DataError(f"{args.source} does not exist", "pass a folder, a .tar.xz or an HDF5 file")
     aside = args.output.with_name(f".{args.output.name}.writing")
@@ -146,7 +152,7 @@ def _robots(source: Path) -> Iterator[Recording]:
         lines = (source / "meta.jsonl").read_text().splitlines()
     except OSError:
         problem = f"{source} holds neither meta.jsonl nor HDF5 files"
-        raise DataError(problem, "read --help for the layouts that can be converted") from None
+        raise DataError(problem, OTHER_SOURCE) from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -207,7 +213,7 @@ def _libero(path: Path, stack: contextlib.ExitStack) -> Iterator[Recording]:
             yield Recording(instruction, demo["actions"][:], states, tuple(views), write)
     except (KeyError, OSError) as error:
         problem = f"{path} does not have the layout of LIBERO: {error}"
-        raise DataError(problem, "read --help for the layouts that can be converted") from error
+        raise DataError(problem, OTHER_SOURCE) from error
 
 
 def _libero_instruction(path: Path, data: Any) -> str:

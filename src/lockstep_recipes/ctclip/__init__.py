@@ -3,3 +3,7 @@
 Hamamci et al., "Developing Generalist Foundation Models from a Multimodal Dataset for 3D
 Computed Tomography", arXiv 2403.17834.
 """
+
+from lockstep_recipes.extras import require
+
+require("accelerate", "torchmetrics")

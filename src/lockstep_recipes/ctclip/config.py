@@ -193,7 +193,8 @@ class CTClipConfig(Section):
     logging: Logging = Field(default_factory=Logging)
     resume: str = "auto"
     """`auto`: resume from the newest valid checkpoint, if any. `never`: refuse a folder that holds
-    one. `discard`: delete the contents of the folder. Or the path of a checkpoint."""
+    one. `discard`: delete the run in the folder (checkpoints, events, samples, TensorBoard files)
+    and start from scratch. Or the path of a checkpoint."""
     accept_changes: bool = False
     lockstep: dict[str, Any] = Field(default_factory=dict)
     """Any further setting of a `RunConfig`, by its own name."""

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.errors import ConfigError
-
 
 def prompts(findings: Sequence[str]) -> list[str]:
     """Return two sentences for each finding: present, and absent.
@@ -37,17 +35,14 @@ def measure_findings(scores: Tensor, labels: Tensor, threshold: float) -> dict[s
     Volumes without a label (NaN) do not count for that finding. F1 uses the best threshold of
     each finding; precision and recall use `threshold`.
     """
-    try:
-        from torchmetrics.functional.classification import (
-            binary_auroc,
-            binary_average_precision,
-            binary_precision,
-            binary_precision_recall_curve,
-            binary_recall,
-        )
-    except ImportError as error:
-        problem = "validation needs the package torchmetrics"
-        raise ConfigError(problem, "run pip install 'lockstep-train[recipes]'") from error
+    from torchmetrics.functional.classification import (
+        binary_auroc,
+        binary_average_precision,
+        binary_precision,
+        binary_precision_recall_curve,
+        binary_recall,
+    )
+
     scores = scores.cpu().double()
     labels = labels.cpu()
     rows = []

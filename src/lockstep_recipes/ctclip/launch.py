@@ -26,7 +26,6 @@ from lockstep_recipes.command import Flags, finish
 TIMEOUT_S = 36_000
 """How long ranks wait for each other, unless `lockstep.timeout_s` or NCCL_TIMEOUT is set."""
 SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
-INSTALL = "run pip install 'lockstep-train[recipes]'"
 
 
 def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> tuple[Any, World]:
@@ -36,14 +35,12 @@ def join(device: str = "auto", timeout_s: float = TIMEOUT_S) -> tuple[Any, World
     is set to use CPUs; then it forms one group.
 
     Raises:
-        LaunchError: if Accelerate is missing, or its group does not match the launched processes.
+        LaunchError: if Accelerate's group does not match the launched processes.
     """
-    try:
-        from accelerate import Accelerator
-        from accelerate.utils import InitProcessGroupKwargs
-        from accelerate.utils.environment import parse_flag_from_env, patch_environment
-    except ImportError as error:
-        raise LaunchError("this recipe needs the package accelerate", INSTALL) from error
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+    from accelerate.utils.environment import parse_flag_from_env, patch_environment
+
     launch = launched()
     num_gpus = torch.cuda.device_count()
     variables: dict[str, Any] = {}

@@ -2,3 +2,7 @@
 
 Li and He, "Back to Basics: Let Denoising Generative Models Denoise", arXiv 2511.13720.
 """
+
+from lockstep_recipes.extras import require
+
+require("PIL")

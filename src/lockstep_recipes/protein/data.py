@@ -258,7 +258,8 @@ def _sources(folder: Path, wanted: Filter, skipped: list[str] | None) -> dict[st
         with _noting_errors(skipped):
             for chain in read_chains(path, wanted):
                 if chain.id in found:
-                    raise DataError(f"{path} is a second {chain.id}", "keep one of them")
+                    problem = f"{path} holds chain {chain.id}, and so does another file"
+                    raise DataError(problem, "keep one of the two files")
                 found[chain.id] = chain
     return found
 
@@ -281,8 +282,8 @@ def read_list(
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"the split {path} cannot be read: {getattr(error, 'strerror', None) or error}",
-            "write it with scripts/preprocess_dataset.py; without --use_predefined_split, a random "
-            "share is held out",
+            "write it with scripts/preprocess_dataset.py, or leave out --use_predefined_split to "
+            "hold out a random share",
         ) from error
     names: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):

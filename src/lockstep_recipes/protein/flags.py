@@ -49,7 +49,8 @@ def flags() -> Flags:
     noise = "how residues are corrupted: masked, or replaced uniformly or by BLOSUM"
     add("--transition", choices=["absorbing", "uniform", "blosum"], default="absorbing", help=noise)
     add("--schedule", choices=["cosine", "linear"], default="cosine", help="noise schedule")
-    add("--mask_ratio", type=float, default=0.15, help="share to mask without diffusion")
+    masked = "share of residues to mask, when diffusion is off"
+    add("--mask_ratio", type=float, default=0.15, help=masked)
     tokens = "what a token stands for"
     add("--vocab", choices=["residue", "fragment"], default="residue", help=tokens)
     weighting = "mean cross-entropy, or the weighted variational bound"

@@ -144,7 +144,7 @@ def run(argv: Sequence[str]) -> str:
     """
     args = flags().read(argv)
     if args.num_designs < 1 or args.sample_steps < 1:
-        raise ConfigError("--num_designs and --sample_steps count from 1", "pass 1 or more")
+        raise ConfigError("--num_designs and --sample_steps must be 1 or more", "pass 1 or more")
     model, process = load_checkpoint(args.checkpoint, args.weights)
     model.to(args.device)
     chains = find_chains(Path(args.pdb_path))

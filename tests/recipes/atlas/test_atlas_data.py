@@ -204,6 +204,17 @@ def test_the_converter_refuses_in_one_line(robots, tmp_path, capsys) -> None:
         assert not (tmp_path / "out").exists()
 
 
+def test_the_converter_lists_the_layouts_that_it_reads(robots, tmp_path, capsys) -> None:
+    assert answer(convert, ["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "a folder, or a .tar.xz of it, with meta.jsonl" in said
+    assert "LIBERO's HDF5 files, one or a folder of them" in said
+    assert "example: python -m lockstep_recipes.atlas.convert robots.tar.xz data/episodes" in said
+    assert answer(convert, [str(robots / "robot"), str(tmp_path / "out")]) == 2
+    remedy = "try: pass a folder with meta.jsonl, a .tar.xz of one, or LIBERO's .hdf5 files"
+    assert remedy in capsys.readouterr().err
+
+
 def test_the_converter_names_a_line_that_is_no_recording(robots, tmp_path, capsys) -> None:
     meta, out = robots / "meta.jsonl", tmp_path / "out"
     good = meta.read_text()
