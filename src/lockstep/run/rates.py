@@ -46,7 +46,8 @@ class LearningRates:
         """
         if len(groups) < len(self.base):
             raise ConfigError(
-                f"the optimizer has {len(groups)} parameter groups, but had {len(self.base)} before",
+                f"the optimizer has {len(groups)} parameter groups, but had {len(self.base)} "
+                "before",
                 "keep the groups, and freeze parameters with requires_grad_(False)",
             )
         self._refuse_other(groups)
