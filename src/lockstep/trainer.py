@@ -111,7 +111,7 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack, callbacks)
         trainer = Trainer(run, signals, stack)
-        trainer.is_fit_loop = True
+        trainer.agrees_every_step = False  # no other code runs between two steps
         plan = run.loader.plan
         total_steps = run.loader.total_steps
         schedule = build_schedule(run.config.schedule, plan.steps_per_epoch, total_steps)
@@ -153,9 +153,10 @@ class Trainer:
         """Why a callback ended the steps early."""
         self.stops_unsaved = False
         """Whether that callback asked for no last checkpoint."""
-        self.is_fit_loop = False
-        """Whether the loop is that of `fit`, in which no other code runs between two steps. Then
-        ranks agree before a step only if a vote of the one before asks for it."""
+        self.agrees_every_step = True
+        """Whether ranks agree before every step, as they must if code between two steps may change
+        something they share. Otherwise, and if callbacks have no part in the steps, they do so
+        only where a vote within the step before asks for it, and around evaluations and saves."""
         self.has_finished = False
         """Whether everything is saved and nothing is left to do."""
         self._announced_step = self.saver.saved_step
@@ -286,7 +287,8 @@ class Trainer:
     def _agrees_within_steps(self) -> bool:
         """Whether the votes of a step say if ranks must agree before the next one."""
         overrides = self.run.callbacks.overrides
-        return self.is_fit_loop and not (overrides("on_step_start") or overrides("on_step_end"))
+        has_part = overrides("on_step_start") or overrides("on_step_end")
+        return not (self.agrees_every_step or has_part)
 
     def _look_ahead(self) -> bool:
         """Read the next batch, between the passes of a step and its votes.
