@@ -50,6 +50,7 @@ from lockstep.run.build import prepare
 from lockstep.run.early_exit import refuse_early_exit
 from lockstep.run.evaluator import Evaluator
 from lockstep.run.halving import halve
+from lockstep.run.next_batch import NextBatch
 from lockstep.run.record import Record
 from lockstep.run.run import Run
 from lockstep.run.saver import Saver
@@ -66,7 +67,6 @@ from lockstep.task import Task
 from lockstep.world import World
 
 SAME_SETTINGS = "set the same run.config and run.held_out on every rank"
-Upcoming = StepBatch | LockstepError | None
 ERROR_TIMEOUT_S = 10.0
 """How long a rank with an error in a step waits for the others to report one too."""
 
@@ -111,7 +111,7 @@ def fit(task: Task, config: RunConfig, callbacks: Sequence[Callback] = ()) -> Ru
         signals = stack.enter_context(StopSignals())
         run = prepare(task, config, world, stack, callbacks)
         trainer = Trainer(run, signals, stack)
-        trainer.is_fit_loop = True
+        trainer.agrees_every_step = False  # no other code runs between two steps
         plan = run.loader.plan
         total_steps = run.loader.total_steps
         schedule = build_schedule(run.config.schedule, plan.steps_per_epoch, total_steps)
@@ -153,20 +153,17 @@ class Trainer:
         """Why a callback ended the steps early."""
         self.stops_unsaved = False
         """Whether that callback asked for no last checkpoint."""
-        self.is_fit_loop = False
-        """Whether the loop is that of `fit`, in which no other code runs between two steps. Then
-        ranks agree before a step only if a vote of the one before asks for it."""
+        self.agrees_every_step = True
+        """Whether ranks agree before every step, as they must if code between two steps may change
+        something they share. Otherwise, and if callbacks have no part in the steps, they do so
+        only where a vote within the step before asks for it, and around evaluations and saves."""
         self.has_finished = False
         """Whether everything is saved and nothing is left to do."""
         self._announced_step = self.saver.saved_step
         """The newest checkpoint that callbacks were called for."""
         self._late_evaluation_step: int | None = None
         """The step of a checkpoint that lacked its evaluation, which this run has made up for."""
-        self._batches: Iterator[StepBatch] = iter(())
-        self._upcoming: Upcoming = None
-        """The next batch, or the error that reading it raised."""
-        self._has_read_ahead = False
-        """Whether the current step has read the next batch."""
+        self._next_batch = NextBatch(run.loader, self.record.throughput, signals)
         self._agrees_next = True
         """Whether ranks must agree before the next step."""
         self._num_new = 0
@@ -198,40 +195,37 @@ class Trainer:
         progress = self.run.progress
         self._call("on_run_start")
         if run.callbacks.overrides("on_run_start"):  # which may have failed, or set something
-            self._agree(None)
+            self._agree()
             check_same("settings", self._settings(), run.world, SAME_SETTINGS)
         if not self._evaluate_late():
             return
-        self._read_from_here()
+        self._next_batch.seek()
         while progress.step < run.loader.total_steps:
             if not self._agrees_next:
                 self.buffers.synchronise()
-            elif (stop_code := self._agree(self._upcoming)) or self.stop_reason:
+            elif (stop_code := self._agree(self._next_batch.error)) or self.stop_reason:
                 self.stopped_by = stop_code
                 return
-            batch = self._upcoming
-            assert isinstance(batch, StepBatch)
+            batch = self._next_batch.take()
             self._repeats_step = False
-            self._has_read_ahead = False
             self._agrees_next = True
             self._step_began = time.monotonic()
             self.buffer_changes.begin_step()
             self.skipped_steps.buffers.keep(run.non_finite)
             self._call("on_step_start", batch)
             if run.callbacks.overrides("on_step_start"):  # which may have failed, half-way
-                self._agree(None)
+                self._agree()
                 self.buffer_changes.mark()  # what they wrote is theirs, not the step's
             yield batch
             if self._repeats_step:
-                self._read_from_here()
+                self._next_batch.seek()
                 continue
             if progress.step != batch.step + 1:
                 raise RuntimeError(
                     "the last batch of trainer.steps() was not recorded exactly once: call "
                     "trainer.step(batch) or trainer.record_step(report, batch) once for each batch"
                 )
-            if not self._has_read_ahead:
-                self._upcoming = self._fetch()  # while the device is still busy
+            self._next_batch.read()  # while the device is still busy
             self.record.throughput.step_done(self._num_new)
             self._log_evaluate_save()
             if self.stopped_by:
@@ -279,14 +273,15 @@ class Trainer:
             raise_if_not_deterministic(error)
             raise_if_out_of_reach(error)
             raise
-        self._agrees_next = not self._has_read_ahead or take_step.votes.needs_attention
+        self._agrees_next = not self._next_batch.is_read or take_step.votes.needs_attention
         return report
 
     @property
     def _agrees_within_steps(self) -> bool:
         """Whether the votes of a step say if ranks must agree before the next one."""
         overrides = self.run.callbacks.overrides
-        return self.is_fit_loop and not (overrides("on_step_start") or overrides("on_step_end"))
+        has_part = overrides("on_step_start") or overrides("on_step_end")
+        return not (self.agrees_every_step or has_part)
 
     def _look_ahead(self) -> bool:
         """Read the next batch, between the passes of a step and its votes.
@@ -295,10 +290,8 @@ class Trainer:
             Whether this rank has something that all must agree on before the next step.
         """
         self.buffer_changes.end_step()
-        if not self._has_read_ahead:  # a step that is repeated has read it
-            self._upcoming = self._fetch()
-            self._has_read_ahead = True
-        votes = self._own_votes(self._problem(self._upcoming))
+        self._next_batch.read()
+        votes = self._own_votes(self._problem(self._next_batch.error))
         votes.save_is_busy = self.saver.is_ready or self._is_checkpoint_new
         return any(vars(votes).values())
 
@@ -322,7 +315,7 @@ class Trainer:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
         run = self.run
         before = self.run.progress.consumed
-        if not self._has_read_ahead:
+        if not self._next_batch.is_read:
             self.buffer_changes.end_step()
         if self.report is None:
             self._check_first_step(report)
@@ -439,35 +432,20 @@ class Trainer:
                 self.record.close_epoch()
             if run.callbacks:
                 progress.evaluation_pending = evaluates  # if a callback has failed
-                self._agree(None)
+                self._agree()
                 if self.stops_unsaved:
                     return
             if evaluates:
                 self._evaluate()
             is_best = self.evaluator.best_step == progress.step
             if (saves or is_best) and not self.stopped_by:  # if stopped, `finish` saves
-                self._agree(None)  # on the trained parameters, which the checkpoint lists
+                self._agree()  # on the trained parameters, which the checkpoint lists
                 if not self.stops_unsaved:
                     self._save()
 
-    def _read_from_here(self) -> None:
-        """Read batches from the position of the loader."""
-        self._batches = iter(self.run.loader)
-        self._upcoming = self._fetch()
-
-    def _fetch(self) -> Upcoming:
-        with self.record.throughput.waiting():
-            try:
-                return next(self._batches, None)
-            except LockstepError as error:
-                return error
-            except KeyboardInterrupt:  # between two steps, so that the run can save
-                self.signals.requested = self.signals.requested or signal.SIGINT
-                return None
-
-    def _problem(self, upcoming: object) -> Exception | None:
-        """Return the error of this rank that ends the run, if it has one."""
-        return upcoming if isinstance(upcoming, Exception) else self.run.callbacks.error
+    def _problem(self, error: Exception | None) -> Exception | None:
+        """Return the error of this rank that ends the run: the given one, or a callback's."""
+        return error if error is not None else self.run.callbacks.error
 
     def _own_votes(self, problem: Exception | None) -> Votes:
         """Return what this rank has to say between two steps."""
@@ -483,11 +461,11 @@ class Trainer:
             save_is_busy=self.saver.writer.is_busy,
         )
 
-    def _agree(self, upcoming: object) -> int:
+    def _agree(self, error: Exception | None = None) -> int:
         """Let all ranks vote between two steps, and do what the votes ask for. Collective.
 
         Args:
-            upcoming: The error of this rank, or the next batch if it could be read.
+            error: That of this rank, if it has one that is not a callback's.
 
         Returns:
             The exit code to stop with, or 0.
@@ -495,7 +473,7 @@ class Trainer:
         Raises:
             Exception: on all ranks, if one of them has an error. Finished steps are saved first.
         """
-        problem = self._problem(upcoming)
+        problem = self._problem(error)
         votes = self._own_votes(problem).of_all_ranks(self.run.world)
         if votes.has_new_buffers:
             self.buffers.agree()

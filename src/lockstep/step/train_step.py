@@ -157,9 +157,11 @@ class TrainStep:
             self.check(batch)
             totals = self.total_weights(batch)
             passed = self.run_passes(Passes(self, batch, totals).run, reduction)
-            has_news = self.look_ahead is not None and not passed.problem and self.look_ahead()
+            needs_attention = False
+            if self.look_ahead is not None and passed.problem is None:
+                needs_attention = self.look_ahead()
             with world.phase("exchange"):
-                self.votes.begin(passed, has_news)
+                self.votes.begin(passed, needs_attention)
                 grads = [] if passed.problem else reduction.gradients(optimizer)
                 update.unscale(optimizer)
                 sums, norm = self.votes.sums_and_norm(passed, grads, batch)

@@ -25,7 +25,7 @@ Rows = tuple[list[Tensor], list[str]]
 
 
 @dataclass
-class Passed:
+class PassResult:
     """The result of a step's passes on this rank."""
 
     rows: list[Tensor]
@@ -36,19 +36,19 @@ class Passed:
     """Why the passes failed; then the other fields are empty."""
 
 
-def run_alone(passes: Callable[[], Rows], reduction: Reduction) -> Passed:
+def run_alone(passes: Callable[[], Rows], reduction: Reduction) -> PassResult:
     """Run the passes of this rank; an error in them is its own."""
-    return Passed(*passes())
+    return PassResult(*passes())
 
 
-def run_together(passes: Callable[[], Rows], reduction: Reduction) -> Passed:
+def run_together(passes: Callable[[], Rows], reduction: Reduction) -> PassResult:
     """Run the passes; if they run out of memory or raise a ConfigError, keep that for the vote.
 
     The rank then joins, with zeros, the exchanges of gradients that the others wait in.
     """
     problem: LockstepError
     try:
-        return Passed(*passes())
+        return PassResult(*passes())
     except ConfigError as error:
         problem = error
     except Exception as error:
@@ -58,7 +58,7 @@ def run_together(passes: Callable[[], Rows], reduction: Reduction) -> Passed:
     # Outside the handlers, because the caught exception keeps tensors alive.
     reduction.model.zero_grad(set_to_none=True)
     reduction.take_part_with_zeros()
-    return Passed([], [], problem)
+    return PassResult([], [], problem)
 
 
 class HostVotes:
@@ -73,12 +73,12 @@ class HostVotes:
         self.needs_attention = False
         """Whether any rank needed attention in the last step."""
 
-    def begin(self, passed: Passed, needs_attention: bool) -> None:
+    def begin(self, passed: PassResult, needs_attention: bool) -> None:
         """Vote; raise on all ranks the failure of one. Collective."""
         self.needs_attention = _vote(passed, self.reduction.world, needs_attention)
 
     def sums_and_norm(
-        self, passed: Passed, grads: list[Tensor], batch: StepBatch
+        self, passed: PassResult, grads: list[Tensor], batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
         """Return the sums of the step, and the norm of its gradient. Collective."""
         return self.reduction.sums_and_norm(passed.rows, grads, batch)
@@ -91,12 +91,12 @@ class SumsVotes(HostVotes):
     ranks last agreed on, sends zeros and a vote. Then all ranks vote on the host, too.
     """
 
-    def begin(self, passed: Passed, needs_attention: bool) -> None:
+    def begin(self, passed: PassResult, needs_attention: bool) -> None:
         """Remember the vote for `sums_and_norm`."""
         self.needs_attention = needs_attention
 
     def sums_and_norm(
-        self, passed: Passed, grads: list[Tensor], batch: StepBatch
+        self, passed: PassResult, grads: list[Tensor], batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
         """Return sums and norm; raise on all ranks the failure of one. Collective."""
         reduction = self.reduction
@@ -124,8 +124,8 @@ def choose_votes(reduction: Reduction, has_scaler: bool) -> HostVotes:
     """Return how the ranks vote in each step."""
     world = reduction.world
     # A scaler counts each unscaling of gradients, and a failed step must not have one.
-    rides = world.device.type == "cpu" and not (reduction.is_exact or has_scaler)
-    return SumsVotes(reduction) if rides and world.size > 1 else HostVotes(reduction)
+    is_in_sums = world.device.type == "cpu" and not (reduction.is_exact or has_scaler)
+    return SumsVotes(reduction) if is_in_sums and world.size > 1 else HostVotes(reduction)
 
 
 def count_together(
@@ -150,7 +150,7 @@ def count_together(
     return result
 
 
-def _vote(passed: Passed, world: Collectives, needs_attention: bool) -> bool:
+def _vote(passed: PassResult, world: Collectives, needs_attention: bool) -> bool:
     """Raise the failure of one rank on all; else return whether one needs attention. Collective."""
     if world.size == 1 and passed.problem is None:
         return needs_attention
