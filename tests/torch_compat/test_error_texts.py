@@ -80,8 +80,10 @@ def rank_tracebacks(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("code", [FIT, OWN_LOOP])
-def test_a_rank_that_another_leaves_alone_says_a_sentence(code: str, tmp_path: Path) -> None:
-    said = train_on_two(code, tmp_path, Path(sys.executable))
+def test_a_rank_that_another_leaves_alone_says_a_sentence(
+    code: str, tmp_path: Path, warm_programs: Path
+) -> None:
+    said = train_on_two(code, tmp_path, warm_programs / "python")
     assert rank_tracebacks(said) == ["ValueError"], said
     assert said.count(SENTENCE) == 1, said
     assert "GLHF" not in said
