@@ -792,6 +792,41 @@ def test_a_custom_loop_is_stopped_by_one_rank_and_resumes(num_ranks: int, tmp_pa
         assert seen[0] == "start at 2"
 
 
+class Kept(Callback):
+    """Keeps the run, for a loop that stops it between two steps."""
+
+    def on_run_start(self, run: RunView) -> None:
+        self.run = run
+
+
+def loop_that_stops_itself() -> list[int]:
+    callback = Kept()
+    world = World.enter("cpu", 20, callbacks=[callback])
+    model = world.replicate(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    steps = []
+    for _ in range(2):
+        for batch in Loader([torch.ones(2)] * 40, world, batch_size=4, epochs=1):
+            train_step(square, model, optimizer, batch, world)
+            steps.append(batch.step)
+            if batch.step == 1 and world.is_first:  # it alone validates
+                callback.run.stop("no better")
+    return steps
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_custom_loop_that_one_rank_stops_between_steps_ends_after_the_next(
+    num_ranks: int,
+) -> None:
+    assert run_ranks(num_ranks, loop_that_stops_itself) == [[0, 1, 2, 0, 1, 2]] * num_ranks
+
+
+def test_a_state_that_one_rank_of_a_custom_loop_cannot_save_ends_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no state") as raised:
+        run_ranks(2, partial(custom_loop, observer=Unstated()), tmp_path)
+    assert "OtherRankError" in str(raised.value), "rank 0 was not told"
+
+
 @pytest.mark.parametrize(
     "method", ["on_run_start", "on_step_start", "on_step_end", "on_checkpoint_saved", "on_run_end"]
 )
