@@ -347,6 +347,75 @@ def test_a_callback_that_raises_beside_one_that_communicates_ends_the_run_on_all
     assert checkpoint.step == 3
 
 
+def test_an_error_that_all_ranks_share_is_raised_before_one_of_a_single_rank(
+    tmp_path: Path,
+) -> None:
+    """Otherwise rank 1, whose first error is its own, would ask the others for theirs."""
+    callbacks = [Faulty("on_step_end", (1,)), Summing(communicates=True, fails_on=0)]
+    first, second = run_ranks(2, fail_beside, tmp_path, callbacks)
+    assert first == ["ValueError", "planted in on_step_end"]
+    assert second[0] == "OtherRankError"
+    assert "rank 0: ValueError: planted in on_step_end" in second[1]
+
+
+class Unready(Callback):
+    """Raises on rank 1 before the run has begun, or while it is restored."""
+
+    def __init__(self, method: str = "") -> None:
+        if not method:
+            fail_on_rank_1()
+        self.method = method
+
+    def configure(self, task: Any, config: RunConfig, world: Any) -> RunConfig:
+        if self.method == "configure":
+            fail_on_rank_1()
+        return config
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"some": 1}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.method == "load_state_dict":
+            fail_on_rank_1()
+
+
+def fail_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("planted")
+
+
+class UnreadyTask(TinyTask):
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        fail_on_rank_1()
+
+
+@pytest.mark.parametrize(
+    ("task", "methods", "place"),
+    [
+        (TinyTask(), ["configure"], "in callback Unready.configure"),
+        (TinyTask(), [], f"in LOCKSTEP_CALLBACKS={__name__}:Unready"),
+        (TinyTask(), ["load_state_dict"], "in callback Unready.load_state_dict"),
+        (UnreadyTask(), ["none"], ""),
+    ],
+    ids=["configure", "constructor", "load_state_dict", "task"],
+)
+def test_a_callback_or_task_that_one_rank_cannot_set_up_ends_all_ranks(
+    task: TinyTask,
+    methods: list[str],
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fit(TinyTask(), config_for(tmp_path, max_steps=2), [Unready("none")])
+    if not methods:
+        monkeypatch.setenv("LOCKSTEP_CALLBACKS", f"{__name__}:Unready")
+    (first, said_first), (second, said) = run_ranks(2, end, tmp_path, task, *map(Unready, methods))
+    assert (first, second) == ("OtherRankError", "RuntimeError")
+    assert "rank 1: RuntimeError: planted" in said_first
+    assert place in said_first
+    assert place in said
+
+
 def test_a_callback_that_communicates_without_saying_so_is_refused(tmp_path: Path) -> None:
     for kind, text in run_ranks(2, fail_beside, tmp_path, [Summing(communicates=False)]):
         assert kind == "ConfigError"
