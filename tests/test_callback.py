@@ -615,6 +615,7 @@ def run_example(folder: Path, patience: int) -> list[Any]:
         module.EarlyStopping(patience=patience),
         module.LearningRates(),
         module.GradientHistogram(),
+        module.InputNoise(),
         module.LibraryLogger(module.write_line, every=2),
         module.TextLog(every=2),
     ]
@@ -637,6 +638,22 @@ def test_the_examples_of_the_documentation_work(num_ranks: int, tmp_path: Path) 
     lines = (tmp_path / "metrics.txt").read_text().splitlines()
     assert lines[0].startswith("2 {'train/loss'")
     assert any(line.startswith(f"{step // 3} {{'held_out/loss'") for line in lines)
+
+
+def train_with_noise(folder: Path, max_steps: int) -> list[float]:
+    module = example()
+    config = config_for(folder, max_steps=max_steps, log_every=1)
+    fit(module.Waves(), config, [module.InputNoise(scale=1.0)])
+    return [event["loss"] for event in read_events(folder) if event["event"] == "step"]
+
+
+def test_the_noise_of_the_example_is_the_same_on_two_ranks_and_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    losses = train_with_noise(tmp_path / "one", NUM_STEPS)
+    run_ranks(2, train_with_noise, tmp_path / "two", NUM_STEPS // 2)
+    resumed, _ = run_ranks(2, train_with_noise, tmp_path / "two", NUM_STEPS)
+    assert resumed == pytest.approx(losses, rel=1e-5)
 
 
 def test_the_text_log_of_a_run_that_was_killed_has_every_step_once(tmp_path: Path) -> None:
@@ -868,26 +885,34 @@ class Kept(Callback):
         self.run = run
 
 
-def loop_that_stops_itself() -> list[int]:
+def loop_that_stops_itself(folder: Path | None) -> list[int]:
     callback = Kept()
     world = World.enter("cpu", 20, callbacks=[callback])
     model = world.replicate(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     steps = []
     for _ in range(2):
-        for batch in Loader([torch.ones(2)] * 40, world, batch_size=4, epochs=1):
+        loader = Loader([torch.ones(2)] * 40, world, batch_size=4, epochs=1)
+        for batch in loader:
             train_step(square, model, optimizer, batch, world)
             steps.append(batch.step)
             if batch.step == 1 and world.is_first:  # it alone validates
                 callback.run.stop("no better")
+            if batch.step == 1 and folder:
+                CheckpointStore(folder).save_from(world, loader.step, model=model)
+        folder = None
     return steps
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_custom_loop_that_one_rank_stops_between_steps_ends_after_the_next(
-    num_ranks: int,
+def test_a_custom_loop_that_one_rank_stops_between_steps_ends_on_all(
+    num_ranks: int, tmp_path: Path
 ) -> None:
-    assert run_ranks(num_ranks, loop_that_stops_itself) == [[0, 1, 2, 0, 1, 2]] * num_ranks
+    """Ranks agree on it in the next step, or in a save."""
+    stopped = run_ranks(num_ranks, loop_that_stops_itself, None)
+    assert stopped == [[0, 1, 2, 0, 1, 2]] * num_ranks
+    stopped = run_ranks(num_ranks, loop_that_stops_itself, tmp_path)
+    assert stopped == [[0, 1, 0, 1, 2]] * num_ranks
 
 
 def test_a_state_that_one_rank_of_a_custom_loop_cannot_save_ends_all_ranks(tmp_path: Path) -> None:
