@@ -1,10 +1,12 @@
-"""Five callbacks: early stopping, learning rates, a gradient histogram, two loggers.
+"""Six callbacks: early stopping, learning rates, a gradient histogram, noise, two loggers.
 
 docs/callbacks.md shows them; a test keeps the two the same.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -59,6 +61,20 @@ class GradientHistogram(Callback):
         decades = values.log10().floor().clamp(-9, 0)
         for decade in range(-9, 1):
             run.log(f"gradient/1e{decade}", (decades == decade).float().mean())
+
+
+class InputNoise(Callback):
+    """Add noise to the inputs: the same on any number of ranks, and after a resume."""
+
+    def __init__(self, scale=0.05):
+        self.scale = scale
+
+    def on_step_start(self, run, batch):
+        for place, micro_batch in enumerate(batch.micro_batches):
+            x, y = micro_batch.data
+            random = np.random.default_rng([batch.step, *micro_batch.ids])
+            noise = torch.tensor(random.standard_normal(x.shape), dtype=x.dtype, device=x.device)
+            batch.micro_batches[place] = replace(micro_batch, data=(x + self.scale * noise, y))
 
 
 class LibraryLogger(Callback):
@@ -124,6 +140,6 @@ def write_line(metrics, step):
 
 if __name__ == "__main__":
     callbacks = [EarlyStopping(), LearningRates(), GradientHistogram()]
-    callbacks += [LibraryLogger(write_line), TextLog()]
+    callbacks += [InputNoise(), LibraryLogger(write_line), TextLog()]
     result = fit(Waves(), RunConfig(output_dir="waves", epochs=20), callbacks)
     raise SystemExit(result.exit_code)

@@ -347,6 +347,75 @@ def test_a_callback_that_raises_beside_one_that_communicates_ends_the_run_on_all
     assert checkpoint.step == 3
 
 
+def test_an_error_that_all_ranks_share_is_raised_before_one_of_a_single_rank(
+    tmp_path: Path,
+) -> None:
+    """Otherwise rank 1, whose first error is its own, would ask the others for theirs."""
+    callbacks = [Faulty("on_step_end", (1,)), Summing(communicates=True, fails_on=0)]
+    first, second = run_ranks(2, fail_beside, tmp_path, callbacks)
+    assert first == ["ValueError", "planted in on_step_end"]
+    assert second[0] == "OtherRankError"
+    assert "rank 0: ValueError: planted in on_step_end" in second[1]
+
+
+class Unready(Callback):
+    """Raises on rank 1 before the run has begun, or while it is restored."""
+
+    def __init__(self, method: str = "") -> None:
+        if not method:
+            fail_on_rank_1()
+        self.method = method
+
+    def configure(self, task: Any, config: RunConfig, world: Any) -> RunConfig:
+        if self.method == "configure":
+            fail_on_rank_1()
+        return config
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"some": 1}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.method == "load_state_dict":
+            fail_on_rank_1()
+
+
+def fail_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("planted")
+
+
+class UnreadyTask(TinyTask):
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        fail_on_rank_1()
+
+
+@pytest.mark.parametrize(
+    ("task", "methods", "place"),
+    [
+        (TinyTask(), ["configure"], "in callback Unready.configure"),
+        (TinyTask(), [], f"in LOCKSTEP_CALLBACKS={__name__}:Unready"),
+        (TinyTask(), ["load_state_dict"], "in callback Unready.load_state_dict"),
+        (UnreadyTask(), ["none"], ""),
+    ],
+    ids=["configure", "constructor", "load_state_dict", "task"],
+)
+def test_a_callback_or_task_that_one_rank_cannot_set_up_ends_all_ranks(
+    task: TinyTask,
+    methods: list[str],
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fit(TinyTask(), config_for(tmp_path, max_steps=2), [Unready("none")])
+    if not methods:
+        monkeypatch.setenv("LOCKSTEP_CALLBACKS", f"{__name__}:Unready")
+    (first, said_first), (second, said) = run_ranks(2, end, tmp_path, task, *map(Unready, methods))
+    assert (first, second) == ("OtherRankError", "RuntimeError")
+    assert "rank 1: RuntimeError: planted" in said_first
+    assert place in said_first
+    assert place in said
+
+
 def test_a_callback_that_communicates_without_saying_so_is_refused(tmp_path: Path) -> None:
     for kind, text in run_ranks(2, fail_beside, tmp_path, [Summing(communicates=False)]):
         assert kind == "ConfigError"
@@ -546,6 +615,7 @@ def run_example(folder: Path, patience: int) -> list[Any]:
         module.EarlyStopping(patience=patience),
         module.LearningRates(),
         module.GradientHistogram(),
+        module.InputNoise(),
         module.LibraryLogger(module.write_line, every=2),
         module.TextLog(every=2),
     ]
@@ -568,6 +638,22 @@ def test_the_examples_of_the_documentation_work(num_ranks: int, tmp_path: Path) 
     lines = (tmp_path / "metrics.txt").read_text().splitlines()
     assert lines[0].startswith("2 {'train/loss'")
     assert any(line.startswith(f"{step // 3} {{'held_out/loss'") for line in lines)
+
+
+def train_with_noise(folder: Path, max_steps: int) -> list[float]:
+    module = example()
+    config = config_for(folder, max_steps=max_steps, log_every=1)
+    fit(module.Waves(), config, [module.InputNoise(scale=1.0)])
+    return [event["loss"] for event in read_events(folder) if event["event"] == "step"]
+
+
+def test_the_noise_of_the_example_is_the_same_on_two_ranks_and_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    losses = train_with_noise(tmp_path / "one", NUM_STEPS)
+    run_ranks(2, train_with_noise, tmp_path / "two", NUM_STEPS // 2)
+    resumed, _ = run_ranks(2, train_with_noise, tmp_path / "two", NUM_STEPS)
+    assert resumed == pytest.approx(losses, rel=1e-5)
 
 
 def test_the_text_log_of_a_run_that_was_killed_has_every_step_once(tmp_path: Path) -> None:
@@ -790,6 +876,49 @@ def test_a_custom_loop_is_stopped_by_one_rank_and_resumes(num_ranks: int, tmp_pa
     ):
         assert (steps, count, began_at) == ([2, 3], 4, 2)
         assert seen[0] == "start at 2"
+
+
+class Kept(Callback):
+    """Keeps the run, for a loop that stops it between two steps."""
+
+    def on_run_start(self, run: RunView) -> None:
+        self.run = run
+
+
+def loop_that_stops_itself(folder: Path | None) -> list[int]:
+    callback = Kept()
+    world = World.enter("cpu", 20, callbacks=[callback])
+    model = world.replicate(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    steps = []
+    for _ in range(2):
+        loader = Loader([torch.ones(2)] * 40, world, batch_size=4, epochs=1)
+        for batch in loader:
+            train_step(square, model, optimizer, batch, world)
+            steps.append(batch.step)
+            if batch.step == 1 and world.is_first:  # it alone validates
+                callback.run.stop("no better")
+            if batch.step == 1 and folder:
+                CheckpointStore(folder).save_from(world, loader.step, model=model)
+        folder = None
+    return steps
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_custom_loop_that_one_rank_stops_between_steps_ends_on_all(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    """Ranks agree on it in the next step, or in a save."""
+    stopped = run_ranks(num_ranks, loop_that_stops_itself, None)
+    assert stopped == [[0, 1, 2, 0, 1, 2]] * num_ranks
+    stopped = run_ranks(num_ranks, loop_that_stops_itself, tmp_path)
+    assert stopped == [[0, 1, 0, 1, 2]] * num_ranks
+
+
+def test_a_state_that_one_rank_of_a_custom_loop_cannot_save_ends_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no state") as raised:
+        run_ranks(2, partial(custom_loop, observer=Unstated()), tmp_path)
+    assert "OtherRankError" in str(raised.value), "rank 0 was not told"
 
 
 @pytest.mark.parametrize(

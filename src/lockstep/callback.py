@@ -7,6 +7,7 @@ they are called, which `trainer.py` decides, and `custom_loop.py` in a loop with
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -17,6 +18,7 @@ from lockstep.dist.agreement import (
     before_each_collective,
     call_together,
     check_same,
+    is_shared,
     naming,
     together,
 )
@@ -140,8 +142,8 @@ class Callbacks(Sequence[Callback]):
         """Call one method of each callback. Collective if one communicates.
 
         If one raises, the others are still called, because other ranks call them too. The first
-        exception is kept in `error`, with a note of the callback's name. It is shared by all
-        ranks if the callback communicates.
+        exception is kept in `error`, with a note of the callback's name. One that all ranks share,
+        because the callback communicates, is kept instead of one that only this rank has.
         """
         for name, callback in self.named():
             if not _overrides(callback, method):
@@ -155,13 +157,16 @@ class Callbacks(Sequence[Callback]):
                     )
             except Exception as error:
                 error.add_note(f"in callback {name}.{method}")
-                self.error = self.error or error
+                if self.error is None or (is_shared(error) and not is_shared(self.error)):
+                    self.error = error
 
     def configure(self, task: Any, config: "RunConfig", world: Any) -> "RunConfig":
         """Pass the settings through each callback's `configure` in turn and return the result."""
         kind = type(config)
         for name, callback in self.named():
-            config = callback.configure(task, config, world)
+            config = naming(
+                f"callback {name}.configure", partial(callback.configure, task, config, world)
+            )
             if type(config) is not kind:
                 raise ConfigError(
                     f"{name}.configure returned {config!r:.80}, not a {kind.__name__}",
@@ -179,10 +184,12 @@ class Callbacks(Sequence[Callback]):
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Restore each callback's state; return the names of states without a callback."""
-        names = dict(self.named())
-        for name in states.keys() & names.keys():
-            names[name].load_state_dict(states[name])
-        return sorted(states.keys() - names.keys())
+        unclaimed = dict(states)
+        for name, callback in self.named():
+            if name in states:
+                load = partial(callback.load_state_dict, unclaimed.pop(name))
+                naming(f"callback {name}.load_state_dict", load)
+        return sorted(unclaimed)
 
     def named(self) -> Iterator[tuple[str, Callback]]:
         """Yield each callback with its class name, numbered if a class occurs again."""
@@ -240,7 +247,7 @@ def _refuse(name: str, method: str) -> NoReturn:
 
 def collect_callbacks(world: Any, collect: Callable[[], Iterable[Callback]]) -> Callbacks:
     """Return the same callbacks on every rank, or refuse. Collective."""
-    callbacks = together(world, lambda: Callbacks([*collect()]))
+    callbacks = together(world, lambda: Callbacks([*collect()]), every_exception=True)
     names = ", ".join(name for name, _ in callbacks.named())
     check_same("callbacks", names or "none", world, SAME_CALLBACKS)
     return callbacks
@@ -269,4 +276,4 @@ def _load(name: str) -> Callback:
             f"LOCKSTEP_CALLBACKS={name}: {attribute} is not a subclass of lockstep.Callback",
             "name a class that derives from lockstep.Callback and is built without arguments",
         )
-    return kind()
+    return naming(f"LOCKSTEP_CALLBACKS={name}", kind)

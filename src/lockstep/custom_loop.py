@@ -39,6 +39,9 @@ class CustomLoop:
         self.optimizer: Any = None
         self.step = 0
         self.stop_reason = ""
+        """Why the ranks have agreed to stop."""
+        self._wanted_stop = ""
+        """Why this rank asks to stop; the others learn of it at the next vote."""
         self._batch: StepBatch | None = None
         """The last batch."""
         self._saved = Path()
@@ -49,8 +52,11 @@ class CustomLoop:
         _log.info("step %d: %s %.6g", self.step, name, float(value))
 
     def stop(self, reason: str, *, save: bool = True) -> None:
-        """Stop the loop after this step, on every rank; whether to save is up to the loop."""
-        self.stop_reason = reason or "a callback asked for it"
+        """Stop the loop on every rank: after this step, or after the next if no step is running.
+
+        Whether to save is up to the loop.
+        """
+        self._wanted_stop = reason or "a callback asked for it"
 
     def start_step(self, model: nn.Module, optimizer: Optimizer, batch: StepBatch) -> None:
         """Call callbacks before a step, and first at the start of the run. Collective."""
@@ -80,6 +86,7 @@ class CustomLoop:
         self._agree()
         self._batch = None  # another loop may follow
         self.stop_reason = ""
+        self._wanted_stop = ""
         return True
 
     def checkpoint_saved(self, path: Path) -> None:
@@ -106,8 +113,8 @@ class CustomLoop:
     def _agree(self) -> None:
         """Raise a callback's error on all ranks, and share a reason to stop. Collective."""
         error, self.callbacks.error = self.callbacks.error, None
-        failed, stops = self.world.all_max(int(error is not None), int(bool(self.stop_reason)))
+        failed, stops = self.world.all_max(int(error is not None), int(bool(self._wanted_stop)))
         if failed:
             raise_together(self.world, error)
         if stops:
-            self.stop_reason = first_of_ranks(self.stop_reason, self.world)
+            self.stop_reason = first_of_ranks(self._wanted_stop, self.world)

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from whole_run import NUM_SAMPLES, run, store, weights
+from whole_run import NUM_SAMPLES, config_for, run, store, weights
 
-from lockstep import CheckpointStore, PartialLoss, read_events
+from lockstep import CheckpointStore, PartialLoss, fit, read_events
 from lockstep.errors import (
     CheckpointError,
     NonFiniteError,
 )
 from lockstep.task import Context
-from lockstep.testing import TinyTask
+from lockstep.testing import TinyTask, run_ranks
 
 
 class ExplodingTask(TinyTask):
@@ -84,6 +84,27 @@ def test_a_save_that_fails_late_is_raised_on_all_ranks(num_ranks: int, tmp_path:
     errors = run(tmp_path, num_ranks, before=plant, checkpoint={"every_steps": 1})
     assert errors == errors[:1] * num_ranks
     assert errors[0][0] == "CheckpointError"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_save_that_fails_with_any_exception_ends_all_ranks(sharded: bool, tmp_path: Path) -> None:
+    """Only the first rank writes, or commits the shares of all."""
+
+    def save(*_: object) -> Path:
+        raise RuntimeError("planted")
+
+    def one_rank() -> tuple[str, str]:
+        CheckpointStore.save = save  # type: ignore[method-assign]
+        try:
+            fit(TinyTask(), config_for(tmp_path, checkpoint={"every_steps": 2, "sharded": sharded}))
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return "", ""
+
+    first, second = run_ranks(2, one_rank)
+    assert first == ("RuntimeError", "planted")
+    assert second[0] == "OtherRankError"
+    assert "rank 0: RuntimeError: planted" in second[1]
 
 
 class Scored(TinyTask):

@@ -44,7 +44,7 @@ from lockstep.checkpoint.layout import (
 )
 from lockstep.checkpoint.lock import FolderLock
 from lockstep.checkpoint.state import Share, load_model_state, load_optimizer, share_of, snapshot
-from lockstep.dist.agreement import together
+from lockstep.dist.agreement import call_together, together
 from lockstep.dist.ddp import sync_buffers, unwrap
 from lockstep.dist.environment import launched_rank, rehearsal_folder
 from lockstep.dist.same_state import check_registered, check_same_weights
@@ -352,11 +352,11 @@ class CheckpointStore:
         for module in modules.values():
             sync_buffers(module, world)
 
+        def states() -> dict[str, Any]:
+            return {name: unwrap(o).state_dict() for name, o in objects.items()}
+
         def save() -> None:
             _check_parameters_are_saved(objects)
-            parts = snapshot(
-                {n: unwrap(o).state_dict() for n, o in objects.items()}, world.is_first
-            )
             if world.is_first:
                 self._take_folder()
                 self._raise_if_of_another_run(step)
@@ -364,7 +364,9 @@ class CheckpointStore:
                 _use_of(self.folder).saved[path] = _fingerprint(path)
 
         with world.phase("save"):
-            together(world, save)
+            state = call_together(world, states)
+            parts = together(world, lambda: snapshot(state, world.is_first))
+            together(world, save, every_exception=True)
         if world.custom_loop is not None:
             world.custom_loop.checkpoint_saved(self.path(step))
 

@@ -26,7 +26,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.order import num_leaves_of, padded_step
 from lockstep.data.reader import is_stream, refuse_data_loader
 from lockstep.dist import position
-from lockstep.dist.agreement import check_same, first_of_ranks, together
+from lockstep.dist.agreement import call_together, check_same, first_of_ranks, together
 from lockstep.dist.batch_norm import refuse_padding, synchronise_batch_norm
 from lockstep.dist.ddp import Averaging
 from lockstep.dist.environment import launched
@@ -126,7 +126,7 @@ class _Builder:
         world = self.world
         self.callbacks = collect_callbacks(world, lambda: [*listed(callbacks), *world.callbacks])
         self.stack.enter_context(world.inside_run())
-        self.config = together(
+        self.config = call_together(
             world, lambda: self.callbacks.configure(self.task, rehearsed(self.config), world)
         )
 
@@ -231,7 +231,7 @@ class _Builder:
                 self.task, self.config, self.data, world.size, self.checkpoint, self.changed_data
             ),
         )
-        together(world, self._load_task_state)
+        call_together(world, self._load_task_state)
         self.loader = together(
             world,
             lambda: build_loader(self.task, self.config, self.data, world, self.contract.plan),
@@ -342,7 +342,7 @@ class _Builder:
         checkpoint = self.checkpoint
         run = self._put_together()
         if checkpoint is not None:
-            together(world, lambda: run.restore(checkpoint))
+            call_together(world, lambda: run.restore(checkpoint))
             together(world, lambda: _make_newest(self.store, checkpoint, world))
         if config.compile:
             self._compile()

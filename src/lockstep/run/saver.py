@@ -197,13 +197,13 @@ class Saver:
         """
         world = self.run.world
         try:
-            together(world, self.writer.wait)
+            together(world, self.writer.wait, every_exception=True)
             if self._pending:
                 self._submit_commit(self._pending)
                 self._pending = None
                 if not wait:
                     return
-                together(world, self.writer.wait)
+                together(world, self.writer.wait, every_exception=True)
             if self.saved_step is not None:  # only the first rank knew it until now
                 self.committed_step = self.saved_step
         except CheckpointError as error:
