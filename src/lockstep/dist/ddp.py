@@ -117,9 +117,9 @@ def replicate(
             )
     if is_sharded(model):
         return model
-    if isinstance(model, Replica):
+    if (replica := replica_of(model)) is not None:
         is_again = True
-        averaging = averaging or model.exchanges
+        averaging = averaging or replica.exchanges
     check_same_model(unwrap(model), world)
     model = unwrap(model).to(world.device)
     averaging = averaging or Averaging(world)
