@@ -20,7 +20,7 @@ from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.dist import position
 from lockstep.dist.agreement import is_shared
 from lockstep.dist.batch_norm import padding, refuse_changed_split, refuse_padding
-from lockstep.dist.ddp import sync_buffers, unwrap
+from lockstep.dist.ddp import has_other_buffers, sync_buffers_in_step, unwrap
 from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import LockstepError
 from lockstep.exact.contrastive import GatheredRows
@@ -146,7 +146,8 @@ class TrainStep:
         self.run_passes = run_together if self.agree_on_memory else run_alone
         self.trained = self.trained or self.reduction.trained
         # Exact mode merges the statistics of all ranks itself.
-        self.syncs_buffers = not (self.buffers_later or self.exact_reducer)
+        is_later = self.buffers_later or self.exact_reducer is not None
+        self.syncs_buffers = self.world.size > 1 and not is_later
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Update the weights once. Collective."""
@@ -157,9 +158,11 @@ class TrainStep:
             self.check(batch)
             totals = self.total_weights(batch)
             passed = self.run_passes(Passes(self, batch, totals).run, reduction)
-            has_news = self.look_ahead is not None and not passed.problem and self.look_ahead()
+            needs_attention = self.syncs_buffers and has_other_buffers(model)
+            if self.look_ahead is not None and not passed.problem:
+                needs_attention |= self.look_ahead()
             with world.phase("exchange"):
-                self.votes.begin(passed, has_news)
+                self.votes.begin(passed, needs_attention)
                 grads = [] if passed.problem else reduction.gradients(optimizer)
                 update.unscale(optimizer)
                 sums, norm = self.votes.sums_and_norm(passed, grads, batch)
@@ -181,7 +184,7 @@ class TrainStep:
             update.apply(optimizer, grads, divisor, report)  # calls optimizer.step()
         reduction.end()
         if self.syncs_buffers:
-            sync_buffers(model, world)
+            sync_buffers_in_step(model, world, have_others=self.votes.needs_attention)
         position.this_rank.reach(batch.step + 1)
         return report
 
