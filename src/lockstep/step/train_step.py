@@ -31,7 +31,14 @@ from lockstep.step.reduction import choose_reduction
 from lockstep.step.report import StepReport
 from lockstep.step.terms import TERMS, check_counted, units_row
 from lockstep.step.update import choose_update, init_momentum
-from lockstep.step.votes import Rows, choose_votes, count_together, run_alone, run_together
+from lockstep.step.votes import (
+    Rows,
+    choose_votes,
+    count_together,
+    forward_pass,
+    run_alone,
+    run_together,
+)
 from lockstep.task import Context, PartialLoss, Task
 
 if TYPE_CHECKING:
@@ -74,7 +81,8 @@ def train_step(
             steps leave the weights unchanged, so that the host need not look at each. Not with a
             scaler.
         agree_on_memory: A rank that runs out of memory fails the step on all ranks. Not for a
-            loss that itself communicates with other ranks.
+            loss that itself communicates with other ranks; once `world` has seen it do so, such
+            an error is raised on that rank only.
         trained: The parameters whose gradients are exchanged; unless given, those that the model
             was replicated with.
         buffers_later: Leave each rank's buffers as its own forward passes made them. Call
@@ -287,7 +295,8 @@ class Passes:
             exact=step.reduction.is_exact,
             changed_split=self.batch.changed_split,
         )
-        with step.autocast or nullcontext():
+        noticing = forward_pass(step.model, step.world) if step.agree_on_memory else nullcontext()
+        with noticing, step.autocast or nullcontext():
             result = step.loss(model, micro_batch.data, context)
             return as_partial(result, micro_batch, bool(self.totals))
 
