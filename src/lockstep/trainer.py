@@ -221,6 +221,7 @@ class Trainer:
             if run.callbacks.overrides("on_step_start"):  # which may have failed, half-way
                 self._agree(None)
                 self.buffer_changes.mark()  # what they wrote is theirs, not the step's
+                self.skipped_steps.buffers.keep(run.non_finite)
             yield batch
             if self._repeats_step:
                 self._read_from_here()
