@@ -126,7 +126,10 @@ class Task:
     """Written into every checkpoint; a checkpoint with another name is refused."""
     gathers: bool = False
     """The loss compares the samples of one micro-batch on all ranks. A run then resumes only with
-    the same number of them (batch_size x ranks), because the loss depends on it."""
+    the same number of them (batch_size x ranks), because the loss depends on it. A step that
+    does not fit in memory then ends the run, as other ranks may wait inside their passes. The same
+    holds, on several ranks, for a loss or model that calls another collective of `World` in its
+    forward pass, from its first such call on."""
 
     calls_model_equally: bool = False
     """`finish_evaluation` calls the model as a module, equally often on every rank. Then

@@ -23,7 +23,7 @@ class FakeWorld(World):
 
     def all_sum(self, value: Tensor) -> Tensor:
         """Return this rank's value."""
-        return value
+        return value.clone()
 
     def all_max(self, *values: int) -> list[int]:
         """Return this rank's values."""
@@ -39,7 +39,7 @@ class FakeWorld(World):
 
     def all_gather(self, local: Tensor) -> Tensor:
         """Return this rank's rows."""
-        return local
+        return local.clone()
 
 
 class ManualClock:

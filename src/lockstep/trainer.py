@@ -216,6 +216,7 @@ class Trainer:
             if run.callbacks.overrides("on_step_start"):  # which may have failed, half-way
                 self._agree()
                 self.buffer_changes.mark()  # what they wrote is theirs, not the step's
+                self.skipped_steps.buffers.keep(run.non_finite)
             yield batch
             if self._repeats_step:
                 self._next_batch.seek()

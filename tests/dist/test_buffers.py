@@ -347,18 +347,82 @@ def test_a_buffer_that_grew_on_one_rank_is_left_and_the_others_are_synchronised(
     assert found == [[[1.0] * length, [0.0] * 4, [0.0] * 2] for length in lengths]
 
 
-def collectives_of_a_synchronisation() -> list[int]:
+# --- Buffers that one rank alone has registered ---------------------------------------------------
+
+
+class Lazy(nn.Module):
+    """Registers a mask in its forward pass, on some ranks and from some step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x))  # type: ignore[no-any-return]
+
+
+def synchronised_with_a_mask(masked_rank: int, replicates: bool) -> list[Any]:
     with World.enter("cpu", timeout_s=20) as world:
-        counts = []
-        for model in (nn.Linear(2, 2), nn.BatchNorm1d(2), Rotated(4)):
-            before = world.num_collectives
-            world.sync_buffers(model)
-            counts.append(world.num_collectives - before)
-        return counts
+        replica = world.replicate(Lazy())
+        model = unwrap(replica)
+        model.norm.running_mean.fill_(world.rank)
+        if world.rank == masked_rank:
+            model.register_buffer("mask", torch.full((2,), 7.0))
+        if replicates:
+            world.replicate(replica)
+        else:
+            world.sync_buffers(replica)
+        following = world.all_values(world.rank)  # would be paired with a comparison
+        return [following, [b.tolist() for b in model.buffers()]]
 
 
-def test_shapes_are_compared_only_if_there_are_other_buffers_than_running_statistics() -> None:
-    assert run_ranks(2, collectives_of_a_synchronisation) == [[0, 1, 2]] * 2
+@pytest.mark.parametrize("replicates", [False, True])
+@pytest.mark.parametrize("masked_rank", [0, 1])
+def test_a_buffer_that_only_one_rank_has_is_left_to_it(masked_rank: int, replicates: bool) -> None:
+    found = run_ranks(2, synchronised_with_a_mask, masked_rank, replicates)
+    statistics = [[0.0] * 3, [1.0] * 3, 0]
+    for rank, buffers in enumerate(found):
+        mask = [[7.0] * 2] if rank == masked_rank else []
+        assert buffers == [[0, 1], [*mask, *statistics]] or buffers == [
+            [0, 1],
+            [*statistics, *mask],
+        ]
+
+
+def trained_with_a_mask(masked_rank: int, from_step: int) -> list[Any]:
+    counts: list[int] = []
+
+    def loss(model: nn.Module, batch: Any, context: Context) -> PartialLoss:
+        counts.append(context.world.num_collectives)
+        if context.step == from_step and masked_rank in (context.world.rank, -1):
+            unwrap(model).register_buffer("mask", torch.full((2,), float(context.world.rank)))
+        return TinyTask().loss(model, batch, context)
+
+    with World.enter("cpu", timeout_s=20) as world:
+        torch.manual_seed(0)
+        model = world.replicate(Lazy().double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in Loader(TinyTask().train_data(), world, batch_size=4, epochs=1):
+            train_step(loss, model, optimizer, batch, world)
+        state = {name: value.tolist() for name, value in unwrap(model).state_dict().items()}
+        numbers = [after - before for before, after in zip(counts, counts[1:], strict=False)]
+        return [state.pop("mask", None), state, numbers]
+
+
+@pytest.mark.parametrize("masked_rank", [0, 1])
+def test_a_step_of_a_custom_loop_leaves_such_a_buffer_too(masked_rank: int) -> None:
+    found = run_ranks(2, trained_with_a_mask, masked_rank, 2)
+    assert found[0][1:] == found[1][1:]
+    assert found[masked_rank][0] == [float(masked_rank)] * 2
+    assert found[1 - masked_rank][0] is None
+
+
+def test_a_step_compares_shapes_only_once_there_are_other_buffers_than_statistics() -> None:
+    """The sums and the statistics; then a vote and a comparison, too."""
+    (mask, _, numbers), (same, _, _) = run_ranks(2, trained_with_a_mask, -1, 2)
+    assert mask == same == [0.0, 0.0]
+    assert numbers[1:] == [2, 4, 4, 4]
 
 
 # --- Writes through .data, which autograd does not count ------------------------------------------

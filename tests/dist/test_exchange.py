@@ -13,7 +13,7 @@ import torch.distributed.fsdp  # before ranks are forked, which would import it 
 from torch import Tensor, nn
 
 from lockstep import RunConfig, World, fit, read_events
-from lockstep.dist.ddp import Averaging, unwrap
+from lockstep.dist.ddp import Averaging, replica_of, unwrap
 from lockstep.errors import ConfigError
 from lockstep.run.build import prepare
 from lockstep.signals import StopSignals
@@ -98,6 +98,22 @@ def collectives_of_an_exchange() -> tuple[int, int]:
 
 def test_gradients_are_not_counted_among_the_collectives() -> None:
     assert run_ranks(2, collectives_of_an_exchange) == [(0, 1)] * 2
+
+
+def replicated_again() -> list[bool]:
+    with World.enter("cpu", timeout_s=20) as world:
+        averaging = Averaging(world, torch.bfloat16)
+        bare = nn.Linear(2, 1)
+        compiled: Any = torch.compile(world.replicate(bare, averaging))
+        with torch.no_grad():
+            bare.bias.fill_(world.rank)  # to see whether weights are sent again
+        again = replica_of(world.replicate(compiled))
+        assert again is not None
+        return [again.exchanges is averaging, again.module is bare, bare.bias.item() == world.rank]
+
+
+def test_a_compiled_replica_is_replicated_again_with_its_averaging_and_weights() -> None:
+    assert run_ranks(2, replicated_again) == [[True] * 3] * 2
 
 
 # --- Whole runs ---------------------------------------------------------------------------------

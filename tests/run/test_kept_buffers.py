@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep import CheckpointStore, Context, PartialLoss, RunConfig, fit
+from lockstep import Callback, CheckpointStore, Context, PartialLoss, RunConfig, World, fit
 from lockstep.dist.buffer_places import BufferChanges
 from lockstep.errors import ConfigError
 from lockstep.run.kept_buffers import KeptBuffers
@@ -187,6 +187,81 @@ def test_only_buffers_that_steps_change_are_copied_before_each_step(
         assert sorted(copied) == sorted(expected)
         for name in names:
             model.get_buffer(name).add_(1)
+
+
+def copied_after_a_synchronisation() -> tuple[list[int], set[str]]:
+    model = Several()
+    del model.expanded  # DDP cannot send it
+    copied: list[int] = []
+    cat = torch.cat
+
+    def note(tensors: Any, *more: Any) -> Tensor:
+        copied.extend(len(tensor) for tensor in tensors)
+        return cat(tensors, *more)
+
+    with World.enter("cpu", timeout_s=20) as world, pytest.MonkeyPatch.context() as patched:
+        replica = world.replicate(model)
+        changes = BufferChanges(model)
+        kept = KeptBuffers(changes)
+        for _ in range(2):
+            changes.begin_step()
+            kept.keep(None)
+            model.norm(torch.randn(8, 3))
+            world.sync_buffers(replica)  # in the step, as when `requires_grad` has changed
+            changes.end_step()
+            world.sync_buffers(replica)  # and after it, as for an evaluation or a save
+        changes.begin_step()
+        patched.setattr(torch, "cat", note)
+        kept.keep(None)
+    return sorted(copied), changes.changed_in_steps
+
+
+def test_a_synchronisation_does_not_make_constants_change() -> None:
+    assert run_ranks(2, copied_after_a_synchronisation) == [([1, 3, 3], set())] * 2
+
+
+class Tempered(TinyTask):
+    """Its callback sets a temperature before the third step, which is dropped or repeated."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(num_samples=40, num_held_out=0)
+        self.fault = fault
+        self.seen: list[float] = []
+
+    def build_model(self) -> nn.Module:
+        self.module = Counting("").double()
+        return self.module
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        made = super().loss(model, batch, context)
+        self.seen.append(self.module.count.item())
+        if context.step == 2 and self.fault == "frozen":
+            self.module.inner.bias.requires_grad_(False)
+        scale = float("nan") if context.step == 2 and self.fault == "nan" else 1.0
+        return PartialLoss(made.loss_sum * scale, made.weight, made.parts)
+
+
+class Tempering(Callback):
+    def on_step_start(self, run: Any, batch: Any) -> None:
+        if batch.step == 2:
+            run.task.module.count.fill_(0.5)
+
+
+@pytest.mark.parametrize(("fault", "num_calls"), [("nan", 4), ("frozen", 5)])
+def test_a_buffer_that_a_callback_has_set_before_a_dropped_step_stays_set(
+    fault: str, num_calls: int, tmp_path: Path
+) -> None:
+    task = Tempered(fault)
+    values = {
+        "output_dir": str(tmp_path),
+        "max_steps": 4,
+        "batch": {"batch_size": 4},
+        "on_non_finite": "skip",
+        "device": "cpu",
+        "sinks": {"curves": False},
+    }
+    fit(task, RunConfig.parse(values), [Tempering()])
+    assert task.seen == [0.0, 0.0] + [0.5] * (num_calls - 2)
 
 
 def test_without_a_counter_of_writes_every_buffer_is_copied(

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from lockstep import Loader, RunConfig, World, fit, read_events, train_step
 from lockstep.checkpoint import CheckpointStore
 from lockstep.dist.ddp import unwrap
 from lockstep.errors import ConfigError, NonFiniteError, OutOfMemoryError
+from lockstep.run.build import prepare
 from lockstep.run.run import Run
 from lockstep.task import Context, PartialLoss
-from lockstep.testing import TinyTask, run_ranks
+from lockstep.testing import FakeWorld, TinyTask, run_ranks
 
 TOO_MUCH = 1 << 60
 """Bytes: what no machine's allocator will give."""
@@ -351,6 +353,50 @@ def test_a_loss_that_compares_samples_is_not_halved(tmp_path: Path) -> None:
         fit(Comparing("forward"), config_for(tmp_path / "plain"))
     exact = config_for(tmp_path / "exact", exact=True)
     assert fit(Comparing("forward"), exact).step == 10, "there all of a step meet"
+
+
+class Summing(Hungry):
+    """Sums over ranks in its forward pass, without a word to the run."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], context: Context) -> PartialLoss:
+        if context.step == self.at_step and self.when == "frozen":
+            unwrap(model)[0].weight.requires_grad_(False)
+        made = super().loss(model, batch, context)
+        context.world.all_sum(made.loss_sum.detach())
+        return made
+
+
+def failure(task: Hungry, folder: Path) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        train(task, folder, {})
+    return str(caught.value)
+
+
+def test_a_loss_that_communicates_is_not_halved_on_several_ranks(tmp_path: Path) -> None:
+    """The zeros that the rank sent would be paired with the sum that the others wait in."""
+    other, failed = run_ranks(2, failure, Summing("forward", rank=1), tmp_path / "two")
+    assert "DefaultCPUAllocator" in failed
+    assert "Connection closed by peer" in other, "at once, and not after a time limit"
+    assert not events_of(tmp_path / "two", "out_of_memory")
+    assert fit(Summing("forward"), config_for(tmp_path / "one")).step == 10
+
+
+def test_such_a_loss_may_freeze_parameters(tmp_path: Path) -> None:
+    assert run_ranks(2, train, Summing("frozen"), tmp_path, {}) == [10, 10]
+
+
+class Synchronised(TinyTask):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3)).double()
+
+
+def test_nor_is_a_model_with_torchs_own_synchronised_batch_normalisation(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = stack.enter_context(World.enter("cpu"))
+        run = prepare(Synchronised(), config_for(tmp_path), world, stack)
+        assert run.agrees_on_memory
+        run.world = FakeWorld(size=2)  # torch replicates such a model on GPUs only
+        assert not run.agrees_on_memory
 
 
 def test_a_stream_is_walked_again_for_a_step_taken_again(tmp_path: Path) -> None:

@@ -47,19 +47,22 @@ class Collectives:
     def all_sum(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks. Collective."""
         self._announce()
+        total = value.clone()  # on one rank, too: a caller may change the result in place
         if self.size > 1:
-            value = value.clone()
-            dist.all_reduce(value, group=self._group(value))
-        return value
+            dist.all_reduce(total, group=self._group(total))
+        return total
 
     def all_from_first(self, value: Tensor) -> None:
         """Give `value` the first rank's numbers. Collective."""
         self._announce()
-        dist.broadcast(value, 0, group=self._group(value))
+        if self.size > 1:
+            dist.broadcast(value, 0, group=self._group(value))
 
     def all_sum_with_grad(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks, carrying gradients. Collective."""
-        return value if self.size == 1 else _Sum.apply(value, self)  # type: ignore[no-untyped-call]
+        if self.size == 1:
+            return value.clone()
+        return _Sum.apply(value, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def all_max(self, *values: int) -> list[int]:
         """Return the largest of each number over all ranks, through the host. Collective.
@@ -94,7 +97,9 @@ class Collectives:
         It carries gradients: without them the loss would be right and the step wrong. The length
         of the first axis may differ between ranks.
         """
-        return local if self.size == 1 else _Gather.apply(local, self)  # type: ignore[no-untyped-call]
+        if self.size == 1:
+            return local.clone()
+        return _Gather.apply(local, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def barrier(self) -> None:
         """Wait until every rank calls this. Collective."""

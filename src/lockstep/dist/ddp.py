@@ -117,9 +117,9 @@ def replicate(
             )
     if is_sharded(model):
         return model
-    if isinstance(model, Replica):
+    if (replica := replica_of(model)) is not None:
         is_again = True
-        averaging = averaging or model.exchanges
+        averaging = averaging or replica.exchanges
     check_same_model(unwrap(model), world)
     model = unwrap(model).to(world.device)
     averaging = averaging or Averaging(world)
@@ -277,30 +277,50 @@ def own_seconds(model: nn.Module) -> float:
     return model.pace.interval() if isinstance(model, Replica) else 0.0
 
 
-@torch.no_grad()
 def sync_buffers(model: nn.Module, world: Collectives) -> None:
     """Give all ranks the first rank's buffers, such as running statistics. Collective.
 
     A buffer is skipped if its shape differs between ranks, as of a cache for the longest sequence
-    so far, or if it is expanded. Running statistics have one shape, so it is not compared.
+    so far, or if it is expanded. One that is the same already is not written to, so that
+    `BufferChanges` does not take a constant for a changing buffer; this waits for the device.
     """
-    if world.size == 1:
-        return
+    if world.size > 1:
+        statistics, others = _buffers_by_kind(model)
+        buffers = [*statistics, *all_of_one_form(others, world).values()]
+        all_tensors_from_first(buffers, world, rewrites_equal=False)
+
+
+def sync_buffers_in_step(model: nn.Module, world: Collectives, have_others: bool) -> None:
+    """Give all ranks the first rank's buffers, without waiting for the device. Collective.
+
+    Args:
+        have_others: Whether `has_other_buffers` on any rank, as the ranks have agreed: a rank may
+            have registered a buffer that others have not. If not, their shapes are not compared.
+    """
+    statistics, others = _buffers_by_kind(model)
+    common = all_of_one_form(others, world).values() if have_others else ()
+    all_tensors_from_first([*statistics, *common], world)
+
+
+def has_other_buffers(model: nn.Module) -> bool:
+    """Return whether this rank's `model` has buffers that are not running statistics."""
+    return bool(_buffers_by_kind(model)[1])
+
+
+def _buffers_by_kind(model: nn.Module) -> tuple[list[Tensor], dict[str, Mark]]:
+    """Return the running statistics, whose shapes are the same on all ranks, and the others."""
     model = unwrap(model)
     once = dict(model.named_buffers())  # a shared buffer has one name
     places = {name: place for name, place in buffer_places(model).items() if name in once}
-    others = {name: place.mark() for name, place in places.items() if not place.is_statistic}
     statistics = [once[name] for name, place in places.items() if place.is_statistic]
-    all_tensors_from_first([*statistics, *all_of_one_form(others, world).values()], world)
+    others = {name: place.mark() for name, place in places.items() if not place.is_statistic}
+    return statistics, others
 
 
 def all_of_one_form(marks: Mapping[str, Mark], world: Collectives) -> dict[str, Tensor]:
-    """Return the buffers with the same type and shape on every rank, by name. Collective.
-
-    Nothing is sent if there are no `marks`, which must be so on all ranks or none.
-    """
+    """Return the buffers with the same type and shape on every rank, by name. Collective."""
     forms = {name: marks[name].form for name in sorted(marks)}
-    ranks = [] if not forms or is_same(forms, world) else world.all_values(forms)
+    ranks = [] if is_same(forms, world) else world.all_values(forms)
     return {
         name: buffer
         for name, form in forms.items()
@@ -310,21 +330,34 @@ def all_of_one_form(marks: Mapping[str, Mark], world: Collectives) -> dict[str, 
 
 
 @torch.no_grad()
-def all_tensors_from_first(tensors: Iterable[Tensor], world: Collectives) -> None:
+def all_tensors_from_first(
+    tensors: Iterable[Tensor], world: Collectives, rewrites_equal: bool = True
+) -> None:
     """Give all ranks the first rank's tensors, of any type and layout. Collective.
 
     They are sent as the bytes of one tensor. The widest types come first, so that each tensor is
     aligned for its type.
+
+    Args:
+        rewrites_equal: Also write to tensors that have the first rank's values already; to find
+            these, the host must wait for the device.
     """
     buffers = [buffer for buffer in tensors if buffer.numel()]
     buffers.sort(key=lambda buffer: -buffer.element_size())
     if not buffers:
         return
-    flat = torch.cat([b.contiguous().reshape(-1).view(torch.uint8) for b in buffers])
+    flat = torch.cat([_bytes_of(buffer) for buffer in buffers])
     world.all_from_first(flat)
+    if world.is_first:
+        return
     pieces = torch.split(flat, [b.numel() * b.element_size() for b in buffers])
     for buffer, piece in zip(buffers, pieces, strict=True):
-        buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
+        if rewrites_equal or not torch.equal(_bytes_of(buffer), piece):
+            buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def unwrap(model: T) -> T:

@@ -31,6 +31,7 @@ from lockstep.config import RunConfig
 from lockstep.data.ledger import Ledger
 from lockstep.data.loader import Loader
 from lockstep.dist.agreement import call_together, naming, together
+from lockstep.dist.batch_norm import synchronises_itself
 from lockstep.dist.ddp import Averaging, replicate, unwrap
 from lockstep.dist.environment import launched
 from lockstep.dist.same_state import REGISTER, check_registered, check_same_optimizer
@@ -110,8 +111,11 @@ class Run:
         """Whether ranks agree in each step that it fits into the memory of all of them."""
         # A loss that compares samples changes with the size of micro-batches.
         gathers = self.task.gathers and (self.world.size > 1 or not self.config.exact)
-        is_sharded = self.config.parallel == "fsdp"
-        communicates = self.world.size > 1 and (self.config.sync_batch_norm or is_sharded)
+        communicates = self.world.size > 1 and (
+            self.config.sync_batch_norm
+            or self.config.parallel == "fsdp"
+            or synchronises_itself(unwrap(self.model))
+        )
         return self.config.on_out_of_memory == "halve" and not (gathers or communicates)
 
     @property

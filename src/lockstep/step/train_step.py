@@ -20,7 +20,7 @@ from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.dist import position
 from lockstep.dist.agreement import is_shared
 from lockstep.dist.batch_norm import padding, refuse_changed_split, refuse_padding
-from lockstep.dist.ddp import sync_buffers, unwrap
+from lockstep.dist.ddp import has_other_buffers, sync_buffers_in_step, unwrap
 from lockstep.dist.trained import TrainedParameters
 from lockstep.errors import LockstepError
 from lockstep.exact.contrastive import GatheredRows
@@ -31,7 +31,14 @@ from lockstep.step.reduction import choose_reduction
 from lockstep.step.report import StepReport
 from lockstep.step.terms import TERMS, check_counted, units_row
 from lockstep.step.update import choose_update, init_momentum
-from lockstep.step.votes import Rows, choose_votes, count_together, run_alone, run_together
+from lockstep.step.votes import (
+    Rows,
+    choose_votes,
+    count_together,
+    forward_pass,
+    run_alone,
+    run_together,
+)
 from lockstep.task import Context, PartialLoss, Task
 
 if TYPE_CHECKING:
@@ -74,7 +81,8 @@ def train_step(
             steps leave the weights unchanged, so that the host need not look at each. Not with a
             scaler.
         agree_on_memory: A rank that runs out of memory fails the step on all ranks. Not for a
-            loss that itself communicates with other ranks.
+            loss that itself communicates with other ranks; once `world` has seen it do so, such
+            an error is raised on that rank only.
         trained: The parameters whose gradients are exchanged; unless given, those that the model
             was replicated with.
         buffers_later: Leave each rank's buffers as its own forward passes made them. Call
@@ -146,7 +154,8 @@ class TrainStep:
         self.run_passes = run_together if self.agree_on_memory else run_alone
         self.trained = self.trained or self.reduction.trained
         # Exact mode merges the statistics of all ranks itself.
-        self.syncs_buffers = not (self.buffers_later or self.exact_reducer)
+        is_later = self.buffers_later or self.exact_reducer is not None
+        self.syncs_buffers = self.world.size > 1 and not is_later
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Update the weights once. Collective."""
@@ -157,9 +166,9 @@ class TrainStep:
             self.check(batch)
             totals = self.total_weights(batch)
             passed = self.run_passes(Passes(self, batch, totals).run, reduction)
-            needs_attention = False
+            needs_attention = self.syncs_buffers and has_other_buffers(model)
             if self.look_ahead is not None and passed.problem is None:
-                needs_attention = self.look_ahead()
+                needs_attention |= self.look_ahead()
             with world.phase("exchange"):
                 self.votes.begin(passed, needs_attention)
                 grads = [] if passed.problem else reduction.gradients(optimizer)
@@ -183,7 +192,7 @@ class TrainStep:
             update.apply(optimizer, grads, divisor, report)  # calls optimizer.step()
         reduction.end()
         if self.syncs_buffers:
-            sync_buffers(model, world)
+            sync_buffers_in_step(model, world, have_others=self.votes.needs_attention)
         position.this_rank.reach(batch.step + 1)
         return report
 
@@ -286,7 +295,8 @@ class Passes:
             exact=step.reduction.is_exact,
             changed_split=self.batch.changed_split,
         )
-        with step.autocast or nullcontext():
+        noticing = forward_pass(step.model, step.world) if step.agree_on_memory else nullcontext()
+        with noticing, step.autocast or nullcontext():
             result = step.loss(model, micro_batch.data, context)
             return as_partial(result, micro_batch, bool(self.totals))
 

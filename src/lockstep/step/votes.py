@@ -5,9 +5,10 @@ passes, or the reaction: smaller micro-batches (`run/halving.py`), or a stop (`t
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from lockstep.data.batch import StepBatch
 from lockstep.dist.agreement import is_shared, raise_together
 from lockstep.dist.collectives import Collectives
-from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError
+from lockstep.dist.ddp import unwrap
+from lockstep.errors import ConfigError, LockstepError, OutOfMemoryError, TrainedParametersError
 from lockstep.step.partial import PARTS, WHERE_EMPTY
 from lockstep.step.reduction import Reduction, added_up
 from lockstep.torch_compat.error_texts import CPU_ALLOCATOR
@@ -44,21 +46,42 @@ def run_alone(passes: Callable[[], Rows], reduction: Reduction) -> PassResult:
 def run_together(passes: Callable[[], Rows], reduction: Reduction) -> PassResult:
     """Run the passes; if they run out of memory or raise a ConfigError, keep that for the vote.
 
-    The rank then joins, with zeros, the exchanges of gradients that the others wait in.
+    The rank then joins, with zeros, the exchanges of gradients that the others wait in. If the
+    forward pass communicates, they may wait in another collective: the error is this rank's own.
     """
     problem: LockstepError
     try:
         return PassResult(*passes())
-    except ConfigError as error:
+    except TrainedParametersError as error:  # raised after the last pass
         problem = error
     except Exception as error:
-        if not is_out_of_memory(error):
+        if unwrap(reduction.model) in _communicating:
             raise
-        problem = _smaller_batch(error)
+        if isinstance(error, ConfigError):
+            problem = error
+        elif is_out_of_memory(error):
+            problem = _smaller_batch(error)
+        else:
+            raise
     # Outside the handlers, because the caught exception keeps tensors alive.
     reduction.model.zero_grad(set_to_none=True)
     reduction.take_part_with_zeros()
     return PassResult([], [], problem)
+
+
+@contextmanager
+def forward_pass(model: nn.Module, world: Collectives) -> Iterator[None]:
+    """Notice whether the forward pass in the block calls a collective of `world`."""
+    before = world.num_collectives
+    try:
+        yield
+    finally:
+        if world.size > 1 and world.num_collectives > before:
+            _communicating.add(unwrap(model))
+
+
+_communicating: WeakSet[nn.Module] = WeakSet()
+"""The models with a forward pass that has called a collective: replication keeps the module."""
 
 
 class HostVotes:
