@@ -90,7 +90,10 @@ def test_a_bad_number_stays_one(bad: float) -> None:
 def collectives_of_an_exchange() -> tuple[int, int]:
     with World.enter("cpu", timeout_s=20) as world:
         before = world.num_collectives
-        Averaging(world).average(torch.ones(3)).wait()
+        for dtype in (None, *KINDS.values()):
+            Averaging(world, dtype).average(torch.ones(3)).wait()
+        world.exchange(torch.ones(2, 3), [3, 3])[1].wait()  # these two in exact mode
+        world.all_pieces(torch.ones(3))
         exchanged = world.num_collectives - before
         world.all_sum(torch.ones(3))
         return exchanged, world.num_collectives - before - exchanged
