@@ -252,7 +252,7 @@ def test_a_run_rewinds_to_a_checkpoint_from_before_it_unfroze(tmp_path: Path) ->
     ("way", "num_ranks"), [("group", 1), ("unfreeze", 2), ("freeze", 2), ("group", 2)]
 )
 def test_a_resume_after_unfreezing_has_the_bits_of_the_straight_run(
-    way: str, num_ranks: int, tmp_path: Path
+    way: str, num_ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     straight = trained(way, num_ranks, tmp_path, "in the loss")
     folder = tmp_path / "resumed"
@@ -261,6 +261,7 @@ def test_a_resume_after_unfreezing_has_the_bits_of_the_straight_run(
     assert_same(straight["weights"], ended[0]["weights"])
     assert_same(straight["averages"], ended[0]["averages"])
     assert straight["rates"] == ended[0]["rates"]
+    assert "they are not trained" not in capfd.readouterr().out  # the group is added again
 
 
 def test_a_resume_restores_what_was_unfrozen_by_a_step_that_does_not_come_again(

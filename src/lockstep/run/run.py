@@ -34,7 +34,13 @@ from lockstep.dist.agreement import call_together, naming, together
 from lockstep.dist.ddp import Averaging, replicate, unwrap
 from lockstep.dist.environment import launched
 from lockstep.dist.same_state import REGISTER, check_registered, check_same_optimizer
-from lockstep.dist.trained import TrainedParameters, describe_changes, list_names, name_changes
+from lockstep.dist.trained import (
+    TrainedParameters,
+    describe_changes,
+    list_names,
+    name_changes,
+    not_optimized,
+)
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
 from lockstep.exact.reducer import ExactReducer
 from lockstep.plan import Contract
@@ -293,11 +299,10 @@ class Run:
 
     def _check_optimized(self, names: list[str]) -> None:
         """Refuse trained parameters that the optimizer does not have."""
-        optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         parameters = dict(unwrap(self.model).named_parameters())
         own = {id(parameter) for parameter in parameters.values()}
         check_registered(self.optimizer, own, "the model", REGISTER)
-        lost = [name for name in names if id(parameters[name]) not in optimized]
+        lost = [name for name in not_optimized(parameters, self.optimizer) if name in names]
         if lost:
             raise ConfigError(
                 "these parameters now require a gradient, but no parameter group of the optimizer "
