@@ -47,7 +47,7 @@ from lockstep.plan import Contract
 from lockstep.run.average import Averages
 from lockstep.run.progress import Progress
 from lockstep.run.rates import LearningRates
-from lockstep.run.resume import Resumed, changes_best
+from lockstep.run.resume import Resumed, changes_best, check_same_choice
 from lockstep.run.saved_run import check_saved_run, load_progress
 from lockstep.step.train_step import TrainStep
 from lockstep.step.update import new_non_finite_flag
@@ -327,12 +327,13 @@ class Run:
         self.loader.seek(self.progress.step, self.progress.consumed)
 
     def rewind(self) -> int:
-        """Restore the weights of the newest checkpoint, but not its position in the data.
+        """Restore the newest checkpoint's weights, not its position in the data. Collective.
 
         Returns:
             The checkpoint's step.
         """
-        checkpoint, _ = self.store.latest(check_saved_run)
+        checkpoint, _ = together(self.world, lambda: self.store.latest(check_saved_run))
+        check_same_choice(checkpoint, "rewind to", self.world)
         if checkpoint is None:
             raise NonFiniteError(
                 "there is no checkpoint to rewind to", "set checkpoint.every_steps"
