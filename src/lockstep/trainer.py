@@ -366,7 +366,7 @@ class Trainer:
         try:
             self.saver.finish_save()
             self.saver.is_last = True
-            if self.saver.saved_step != step and not self.stops_unsaved:
+            if self._has_unsaved_steps and not self.stops_unsaved:
                 self._save()
             self.saver.finish_save()
         except CheckpointError as error:
@@ -534,7 +534,7 @@ class Trainer:
     def _save_and_raise(self, problem: Exception | None) -> NoReturn:
         """Save the finished steps, then raise the error on all ranks. Collective."""
         self.saver.run_has_failed = True
-        if self.saver.saved_step != self.run.progress.step:
+        if self._has_unsaved_steps:
             self._save()
         self.saver.finish_save()
         if isinstance(problem, OtherRankError):
@@ -602,6 +602,15 @@ class Trainer:
             self.saver.finish_save()
             self.skipped_steps.add(*non_finite)
 
+    @property
+    def _has_unsaved_steps(self) -> bool:
+        """Whether there are steps without a checkpoint.
+
+        A checkpoint of step 0 would save nothing, and refuse the next start if the user corrects
+        settings or data.
+        """
+        return self.run.progress.step not in (0, self.saver.saved_step)
+
     def _unsaved(self) -> str:
         """Describe what a run that ended now would lose; "" if everything is saved.
 
@@ -632,7 +641,7 @@ class Trainer:
         step = self.run.progress.step
         if error is None or not getattr(error, "is_before_update", False):
             return
-        if self.report is None or self.saver.saved_step == step:
+        if not self._has_unsaved_steps:
             return
         place = f"failed after step {step} of run {position.this_rank.num_runs}"
         if is_shared(error) or self.run.world.all_reach(place, ERROR_TIMEOUT_S):
