@@ -260,11 +260,18 @@ class Trainer:
             return
         # Outside the handlers: the exception keeps the tensors and the old replica alive.
         self._drop_step()
-        if too_large:
-            halve(run, too_large, self.events)
-            self._repeats_step = True
-        else:
-            self._replicate_for_trained()
+        failure: LockstepError | None = None
+        try:
+            if too_large:
+                halve(run, too_large, self.events)
+                self._repeats_step = True
+            else:
+                self._replicate_for_trained()
+        except LockstepError as error:
+            failure = error
+        if failure:
+            self._agree(failure)  # saves the steps before, then raises
+        if not self._repeats_step:
             self.step(batch)
 
     def _train(self, batch: StepBatch) -> StepReport:
@@ -310,13 +317,7 @@ class Trainer:
                 "requires_grad changes each time the loss is computed",
                 "change it once, depending on context.step",
             )
-        failure: LockstepError | None = None
-        try:
-            self._update_trained()
-        except LockstepError as error:
-            failure = error
-        if failure:
-            self._agree(failure)  # saves the steps before, then raises
+        self._update_trained()
 
     def record_step(self, report: StepReport, batch: StepBatch) -> None:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""

@@ -326,9 +326,16 @@ def test_what_was_halved_stays_so_after_a_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_sample_that_does_not_fit_ends_the_run(num_ranks: int, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="one sample does not fit in memory") as raised:
-        run_ranks(num_ranks, train, Hungry("forward", most=0), tmp_path, {})
-    assert OutOfMemoryError.__name__ in str(raised.value)
+    def refused() -> tuple[int, str, bool]:
+        with pytest.raises(OutOfMemoryError, match="one sample does not fit in memory") as caught:
+            fit(Hungry("forward", most=0), config_for(tmp_path))
+        return caught.value.exit_code, caught.value.problem, caught.value.is_shared
+
+    said = run_ranks(num_ranks, refused)
+    assert said == [(2, said[0][1], True)] * num_ranks
+    saved, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert saved is not None
+    assert saved.step == 3  # the steps before it are not lost
 
 
 def test_stop_means_stop(tmp_path: Path) -> None:
