@@ -230,7 +230,9 @@ def test_fit_works_in_a_thread(tmp_path: Path) -> None:
     assert what_is_set() == before
 
 
-def test_a_signal_before_the_first_step_stops_there_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_stops_there_with_nothing_to_save(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     class Interrupted(TinyTask):
         def train_data(self):  # type: ignore[no-untyped-def]
             os.kill(os.getpid(), signal.SIGTERM)
@@ -239,6 +241,10 @@ def test_a_signal_before_the_first_step_stops_there_with_a_checkpoint(tmp_path: 
 
     result = fit(Interrupted(), tiny_run(tmp_path))
     assert (result.step, result.exit_code) == (0, 143)
-    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")]
-    again = fit(TinyTask(), tiny_run(tmp_path))
+    assert not [*(tmp_path / "checkpoints").glob("step_*")]
+    written = capfd.readouterr()
+    assert "stopping at step 0: SIGTERM" in written.out
+    assert written.err == ""
+    changed = tiny_run(tmp_path).with_overrides(["batch.batch_size=4"])
+    again = fit(TinyTask(), changed)  # and nothing that binds the next start
     assert (again.step, again.exit_code) == (3, 0)

@@ -255,11 +255,18 @@ class Trainer:
             return
         # Outside the handlers: the exception keeps the tensors and the old replica alive.
         self._drop_step()
-        if too_large:
-            halve(run, too_large, self.events)
-            self._repeats_step = True
-        else:
-            self._replicate_for_trained()
+        failure: LockstepError | None = None
+        try:
+            if too_large:
+                halve(run, too_large, self.events)
+                self._repeats_step = True
+            else:
+                self._replicate_for_trained()
+        except LockstepError as error:
+            failure = error
+        if failure:
+            self._agree(failure)  # saves the steps before, then raises
+        if not self._repeats_step:
             self.step(batch)
 
     def _train(self, batch: StepBatch) -> StepReport:
@@ -304,13 +311,7 @@ class Trainer:
                 "requires_grad changes each time the loss is computed",
                 "change it once, depending on context.step",
             )
-        failure: LockstepError | None = None
-        try:
-            self._update_trained()
-        except LockstepError as error:
-            failure = error
-        if failure:
-            self._agree(failure)  # saves the steps before, then raises
+        self._update_trained()
 
     def record_step(self, report: StepReport, batch: StepBatch) -> None:
         """Count a finished step; on a GPU nothing here waits for it. Collective."""
@@ -360,7 +361,7 @@ class Trainer:
         try:
             self.saver.finish_save()
             self.saver.is_last = True
-            if self.saver.saved_step != step and not self.stops_unsaved:
+            if self._has_unsaved_steps and not self.stops_unsaved:
                 self._save()
             self.saver.finish_save()
         except CheckpointError as error:
@@ -513,7 +514,7 @@ class Trainer:
     def _save_and_raise(self, problem: Exception | None) -> NoReturn:
         """Save the finished steps, then raise the error on all ranks. Collective."""
         self.saver.run_has_failed = True
-        if self.saver.saved_step != self.run.progress.step:
+        if self._has_unsaved_steps:
             self._save()
         self.saver.finish_save()
         if isinstance(problem, OtherRankError):
@@ -581,6 +582,15 @@ class Trainer:
             self.saver.finish_save()
             self.skipped_steps.add(*non_finite)
 
+    @property
+    def _has_unsaved_steps(self) -> bool:
+        """Whether there are steps without a checkpoint.
+
+        A checkpoint of step 0 would save nothing, and refuse the next start if the user corrects
+        settings or data.
+        """
+        return self.run.progress.step not in (0, self.saver.saved_step)
+
     def _unsaved(self) -> str:
         """Describe what a run that ended now would lose; "" if everything is saved.
 
@@ -611,7 +621,7 @@ class Trainer:
         step = self.run.progress.step
         if error is None or not getattr(error, "is_before_update", False):
             return
-        if self.report is None or self.saver.saved_step == step:
+        if not self._has_unsaved_steps:
             return
         place = f"failed after step {step} of run {position.this_rank.num_runs}"
         if is_shared(error) or self.run.world.all_reach(place, ERROR_TIMEOUT_S):

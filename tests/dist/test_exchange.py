@@ -1,8 +1,10 @@
 """Gradients that are rounded for the way between ranks (`gradients.exchange_in`)."""
 
 import gc
+import math
 import weakref
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,10 @@ def test_a_bad_number_stays_one(bad: float) -> None:
 def collectives_of_an_exchange() -> tuple[int, int]:
     with World.enter("cpu", timeout_s=20) as world:
         before = world.num_collectives
-        Averaging(world).average(torch.ones(3)).wait()
+        for dtype in (None, *KINDS.values()):
+            Averaging(world, dtype).average(torch.ones(3)).wait()
+        world.exchange(torch.ones(2, 3), [3, 3])[1].wait()  # these two in exact mode
+        world.all_pieces(torch.ones(3))
         exchanged = world.num_collectives - before
         world.all_sum(torch.ones(3))
         return exchanged, world.num_collectives - before - exchanged
@@ -142,6 +147,17 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class HeadOnly(Task):
+    """Trains the last layer alone, without freezing the first; one loss is not finite."""
+
+    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.layers[1].parameters(), lr=lr)  # type: ignore[index]
+
+    def loss(self, model: nn.Module, batch: Any, context: Any) -> Any:
+        made = super().loss(model, batch, context)
+        return replace(made, loss_sum=made.loss_sum * (math.nan if context.step == 2 else 1))
 
 
 class Full(Task):
@@ -252,6 +268,20 @@ def test_a_rank_out_of_memory_is_answered_all_the_same(tmp_path: Path) -> None:
         halved, _ = trained(folder, exchange_in, Full())
         assert [e for e in read_events(folder) if e["event"] == "out_of_memory"]
         assert np.abs(halved - straight).max() < off
+
+
+def test_gradients_of_no_parameter_group_do_not_stay_in_the_bucket(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Their NaN would make the scale of the bucket NaN in all later steps."""
+    weights, _ = trained(tmp_path, "fp16", HeadOnly(), on_non_finite="skip")
+    assert np.isfinite(weights).all()
+    assert [e["step"] for e in read_events(tmp_path) if e["event"] == "non_finite"] == [2]
+    warning = (
+        "warning: these parameters require a gradient, but no parameter group of the optimizer "
+        "has them, so they are not trained: layers.0.weight, layers.0.bias\n"
+    )
+    assert warning in capfd.readouterr().out
 
 
 # --- Buckets, and ways of one's own -------------------------------------------------------------

@@ -216,14 +216,18 @@ def test_unfrozen_parameters_that_no_group_has_are_named(num_ranks: int, tmp_pat
 
 
 class Flickering(Thawing):
-    """Changes what is trained whenever it is asked for a loss."""
+    """Changes what is trained whenever it is asked for a loss, from a step on."""
 
     def change(self, model: nn.Module, context: Context) -> None:
-        unwrap(model)[0].requires_grad_(not unwrap(model)[0].weight.requires_grad)
+        if context.step >= AT_STEP:
+            unwrap(model)[0].requires_grad_(not unwrap(model)[0].weight.requires_grad)
 
 
 def test_a_loss_that_changes_what_is_trained_each_time_is_refused(tmp_path: Path) -> None:
     said = run_ranks(2, train, Flickering(), config_for(tmp_path, batch={"batch_size": 4}))
+    saved, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert saved is not None
+    assert saved.step == AT_STEP  # the steps before it are not lost
     assert said == [said[0]] * 2
     assert "requires_grad changes each time the loss is computed" in said[0]
 
@@ -252,7 +256,7 @@ def test_a_run_rewinds_to_a_checkpoint_from_before_it_unfroze(tmp_path: Path) ->
     ("way", "num_ranks"), [("group", 1), ("unfreeze", 2), ("freeze", 2), ("group", 2)]
 )
 def test_a_resume_after_unfreezing_has_the_bits_of_the_straight_run(
-    way: str, num_ranks: int, tmp_path: Path
+    way: str, num_ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     straight = trained(way, num_ranks, tmp_path, "in the loss")
     folder = tmp_path / "resumed"
@@ -261,6 +265,7 @@ def test_a_resume_after_unfreezing_has_the_bits_of_the_straight_run(
     assert_same(straight["weights"], ended[0]["weights"])
     assert_same(straight["averages"], ended[0]["averages"])
     assert straight["rates"] == ended[0]["rates"]
+    assert "they are not trained" not in capfd.readouterr().out  # the group is added again
 
 
 def test_a_resume_restores_what_was_unfrozen_by_a_step_that_does_not_come_again(

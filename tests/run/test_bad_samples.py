@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from whole_run import NUM_SAMPLES, config_for, events, run, store, verdicts, weights
 
 from lockstep import CheckpointStore, PartialLoss, fit, read_events
+from lockstep.data import loader
 from lockstep.dist.agreement import together
 from lockstep.errors import (
     CheckpointError,
@@ -229,6 +231,46 @@ def test_good_steps_are_saved_before_a_bad_sample_ends_the_run(tmp_path: Path) -
     checkpoint, _ = store(tmp_path).latest()
     assert checkpoint is not None
     assert checkpoint.step == events(tmp_path, "step")[-1]["step"] > 0
+
+
+class StreamTask(TinyTask):
+    """The ranks compare the first samples of a stream after reading them."""
+
+    def train_data(self) -> Any:
+        samples = super().train_data()
+
+        class Stream(torch.utils.data.IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                return iter(samples)
+
+        return Stream()
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_copy", "saved"), [(TinyTask, 5, [2]), (TinyTask, 1, []), (StreamTask, 1, [])]
+)
+def test_a_batch_that_does_not_fit_on_one_device_is_raised_on_all(
+    kind: type[TinyTask], at_copy: int, saved: list[int], tmp_path: Path
+) -> None:
+    """The copy to the device is a fake, as is its error: it is that of a GPU."""
+
+    def plant() -> None:
+        num_copied = 0
+
+        def to_device(batch: Any, device: torch.device) -> Any:
+            nonlocal num_copied
+            num_copied += 1
+            if os.environ["RANK"] == "1" and num_copied == at_copy:  # of two a step
+                raise torch.OutOfMemoryError("CUDA out of memory.\nMore lines")
+            return batch
+
+        loader.to_device = to_device  # type: ignore[attr-defined]
+
+    changes = {"checkpoint": {"every_steps": 100}, "max_steps": 4}
+    said = run(tmp_path, 2, lambda: kind(NUM_SAMPLES), plant, **changes)
+    problem = "rank 1: a batch could not be copied to cpu: CUDA out of memory."
+    assert said == [("OutOfMemoryError", f"{problem}\n  try: lower batch_size", 2)] * 2
+    assert store(tmp_path).steps() == saved
 
 
 def test_a_save_that_fails_at_the_end_does_not_hide_what_ended_the_run(

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,22 @@ def test_a_refused_run_discards_and_overwrites_nothing(tmp_path: Path) -> None:
     assert refused[0] == "ConfigError"
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert after == before
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_failed_before_its_first_step_binds_no_later_one(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    class Ragged(TinyTask):
+        def collate(self, samples: list[dict[str, Tensor]]) -> Any:
+            raise ValueError("ragged")
+
+    errors = run(tmp_path, num_ranks, lambda: Ragged(NUM_SAMPLES))
+    assert {error[0] for error in errors} == {"DataError"}
+    assert not files(tmp_path)
+    changed = {"resume": "never", "batch": {"batch_size": 5}, "precision": "bf16"}
+    results = run(tmp_path, num_ranks, lambda: TinyTask(NUM_SAMPLES + 10), **changed)
+    assert results[0].step == 2 * (NUM_SAMPLES + 10) // (5 * num_ranks)
 
 
 def test_a_launch_that_was_or_is_on_several_machines_may_be_the_same(tmp_path: Path) -> None:

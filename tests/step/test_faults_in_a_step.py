@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -327,9 +328,16 @@ def test_what_was_halved_stays_so_after_a_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_sample_that_does_not_fit_ends_the_run(num_ranks: int, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="one sample does not fit in memory") as raised:
-        run_ranks(num_ranks, train, Hungry("forward", most=0), tmp_path, {})
-    assert OutOfMemoryError.__name__ in str(raised.value)
+    def refused() -> tuple[int, str, bool]:
+        with pytest.raises(OutOfMemoryError, match="one sample does not fit in memory") as caught:
+            fit(Hungry("forward", most=0), config_for(tmp_path))
+        return caught.value.exit_code, caught.value.problem, caught.value.is_shared
+
+    said = run_ranks(num_ranks, refused)
+    assert said == [(2, said[0][1], True)] * num_ranks
+    saved, _ = CheckpointStore(tmp_path / "checkpoints", recipe="tiny").latest()
+    assert saved is not None
+    assert saved.step == 3  # the steps before it are not lost
 
 
 def test_stop_means_stop(tmp_path: Path) -> None:
@@ -547,6 +555,29 @@ def test_rewinding_further_leaves_out_more(tmp_path: Path) -> None:
     assert torch.isfinite(weights_of(tmp_path / "seldom")).all()
     run_ranks(2, train, Poisoned(), tmp_path / "skip", {**more, "on_non_finite": "skip"})
     assert not torch.equal(weights_of(tmp_path / "seldom"), weights_of(tmp_path / "skip"))
+
+
+def test_ranks_that_find_different_checkpoints_to_rewind_to_are_refused(tmp_path: Path) -> None:
+    """The planted fault: the second rank's node lists the folder as it was a step ago."""
+
+    def listed_late(store: CheckpointStore, *check: Any) -> Any:
+        newest, rejected = listed(store, *check)
+        return newest and store.open(store.path(newest.step - 1)), rejected
+
+    def refused() -> str:
+        if os.environ["RANK"] == "1":
+            CheckpointStore.latest = listed_late  # type: ignore[method-assign]
+        more = {"on_non_finite": "rewind", "seed": 45, "checkpoint": {"every_steps": 1}}
+        with pytest.raises(ConfigError) as caught:
+            fit(Poisoned(), config_for(tmp_path, **more))
+        return caught.value.problem
+
+    listed = CheckpointStore.latest
+    first, second = run_ranks(2, refused)
+    assert first == second
+    assert "ranks 0 and 1 see different checkpoints to rewind to: " in first
+    assert "step_00000002" in first
+    assert "step_00000001" in first
 
 
 def test_there_must_be_something_to_rewind_to(tmp_path: Path) -> None:

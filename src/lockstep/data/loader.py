@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import default_collate
 
 from lockstep.data.batch import MicroBatch, StepBatch
@@ -44,7 +45,13 @@ from lockstep.data.workers import LoaderConfig, read_in_workers
 from lockstep.dist.agreement import check_same, first_of_ranks
 from lockstep.dist.collectives import Collectives
 from lockstep.dist.environment import is_rehearsal
-from lockstep.errors import ConfigError, DataError, own_exit_code
+from lockstep.errors import (
+    ConfigError,
+    DataError,
+    LockstepError,
+    OutOfMemoryError,
+    own_exit_code,
+)
 from lockstep.plan import MAX_COUNT, BatchConfig, BatchPlan, SplitChange, plan_batches, plan_change
 
 if TYPE_CHECKING:
@@ -281,10 +288,10 @@ class Loader:
         """
         if self.is_compared:
             return [next(read) for _ in range(num_leaves)]
-        failure: DataError | None = None
+        failure: LockstepError | None = None
         try:
             mine = [next(read) for _ in range(num_leaves)]
-        except DataError as error:  # the other ranks wait in the comparison below
+        except LockstepError as error:  # the other ranks wait in the comparison below
             failure = error
         assert isinstance(self._reader, StreamReader)
         own = {"samples": self._reader.contents}
@@ -333,4 +340,20 @@ def read_leaves(
         for micro_batch in read:
             if micro_batch.error is not None:
                 raise DataError(*micro_batch.error)
-            yield replace(micro_batch, data=to_device(micro_batch.data, world.device))
+            yield replace(micro_batch, data=_copied(micro_batch.data, world.device))
+
+
+def _copied(data: Any, device: torch.device) -> Any:
+    """Return `data` on the device.
+
+    Raises:
+        OutOfMemoryError: they do not fit. Ranks can agree on it, as on a bad sample.
+    """
+    try:
+        return to_device(data, device)
+    except torch.OutOfMemoryError as error:
+        problem = str(error).partition("\n")[0]
+    # Outside the handler, because the caught exception keeps tensors alive.
+    raise OutOfMemoryError(
+        f"a batch could not be copied to {device}: {problem}", "lower batch_size"
+    )

@@ -35,7 +35,7 @@ class Collectives:
         self.before_collective: Callable[[], None] | None = None
         """Called before each collective, while it is set."""
         self.num_collectives = 0
-        """The number of collectives so far, without the gradient exchanges of DDP and FSDP."""
+        """The number of collectives so far, without the exchanges of gradients."""
         # NCCL cannot send tensors in host memory.
         self._host = dist.new_group(backend="gloo") if backend == "cuda:nccl" else None
 
@@ -125,12 +125,15 @@ class Collectives:
     def _group(self, value: Tensor) -> Any:
         return self._host if value.device.type == "cpu" else None
 
-    def all_parts(self, local: Tensor, lengths: list[int] | None = None) -> list[Tensor]:
+    def all_parts(
+        self, local: Tensor, lengths: list[int] | None = None, is_counted: bool = True
+    ) -> list[Tensor]:
         """Return every rank's rows, in rank order, without gradients. Collective.
 
         Pass `lengths`, if all ranks know how many rows each has, to save a collective.
+        `num_collectives` leaves it out unless `is_counted`.
         """
-        self._announce()
+        self._announce(is_counted)
         if self.size == 1:
             return [local]
         lengths = lengths or self.all_lengths(len(local))
@@ -154,9 +157,10 @@ class Collectives:
         """Send row r of `sent` to rank r; return what this rank receives, in rank order.
 
         `lengths` are the numbers of elements that each rank sends to this one. Read the result
-        after the future has completed. Collective.
+        after the future has completed. Gradients travel this way, so `num_collectives` leaves it
+        out. Collective.
         """
-        self._announce()
+        self._announce(is_counted=False)
         received = sent.new_empty(sum(lengths))
         sent_lengths = [sent[0].numel()] * self.size
         work = dist.all_to_all_single(
@@ -165,8 +169,11 @@ class Collectives:
         return received, work.get_future()
 
     def all_pieces(self, piece: Tensor) -> Tensor:
-        """Concatenate pieces of equal length over ranks. Collective."""
-        self._announce()
+        """Concatenate pieces of equal length over ranks. Collective.
+
+        Gradients travel this way, so `num_collectives` leaves it out.
+        """
+        self._announce(is_counted=False)
         whole = piece.new_empty(self.size * piece.numel())
         gather_flat(dist)(whole, piece, group=self._group(piece))
         return whole

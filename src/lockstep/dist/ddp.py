@@ -268,7 +268,8 @@ def _fp16_scale(grads: Tensor, world: Collectives) -> Tensor:
     and loses precision below 6e-5.
     """
     largest = torch.linalg.vector_norm(grads, torch.inf).float()[None]
-    exponent = torch.cat(world.all_parts(largest, [1] * world.size)).max().frexp().exponent
+    of_all_ranks = world.all_parts(largest, [1] * world.size, is_counted=False)
+    exponent = torch.cat(of_all_ranks).max().frexp().exponent
     return torch.ldexp(torch.ones_like(largest), (15 - exponent).clamp(-120, 120)).to(grads.dtype)
 
 

@@ -4,7 +4,7 @@ Owns: the comparison, and its messages. Does not own: the reaction. A run replic
 again (`Run.update_trained`); a custom loop gets an error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ class TrainedParameters:
         self._model = model
         self._optimizer = optimizer
         self._num_groups = num_groups
-        self._parameters = list(model.parameters())
-        self._flags = [p.requires_grad for p in self._parameters]
+        self.named = dict(model.named_parameters())
+        self._flags = [p.requires_grad for p in self.named.values()]
         self._optimized = self._optimized_now()
         self.names = self._names_now()
 
@@ -42,7 +42,7 @@ class TrainedParameters:
         """Whether other parameters are trained now. This takes 0.1 ms for 1,000 of them."""
         optimized = self._optimized_now()
         return (
-            [p.requires_grad for p in self._parameters] != self._flags
+            [p.requires_grad for p in self.named.values()] != self._flags
             or len(optimized) != len(self._optimized)
             or not all(map(is_, optimized, self._optimized))
         )
@@ -80,6 +80,12 @@ class TrainedParameters:
     def _optimized_now(self) -> list[Tensor]:
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         return [p for group in groups for p in group["params"]]
+
+
+def not_optimized(named: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the parameters that require a gradient and are in no parameter group."""
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in named.items() if p.requires_grad and id(p) not in optimized}
 
 
 def name_changes(then: Sequence[str], now: Sequence[str]) -> tuple[list[str], list[str]]:

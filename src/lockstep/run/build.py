@@ -51,6 +51,7 @@ from lockstep.run.resume import (
     changed_data,
     changed_settings,
     check_batch_norm,
+    check_same_choice,
     choose_checkpoint,
     free_settings,
     fresh_contract,
@@ -193,10 +194,7 @@ class _Builder:
             *together(world, lambda: choose_checkpoint(store, self.config.resume))
         )
         self.checkpoint = self.resumed.checkpoint
-        found = "none"
-        if self.checkpoint:
-            found = f"{self.checkpoint.path.name} {self.checkpoint.meta.get('ledger')}"
-        check_same("checkpoints to resume from", found, world)
+        check_same_choice(self.checkpoint, "resume from", world)
 
     def compare_data(self) -> None:
         """Compare the data between ranks, and with the data that the checkpoint recorded."""

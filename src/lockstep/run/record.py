@@ -23,6 +23,7 @@ from lockstep.dist.ddp import own_seconds
 from lockstep.dist.environment import is_rehearsal
 from lockstep.dist.fsdp import is_sharded
 from lockstep.dist.pace import slow_rank
+from lockstep.dist.trained import list_names, not_optimized
 from lockstep.exact.determinism import changes
 from lockstep.observe.console import Console
 from lockstep.observe.events import EventLog
@@ -200,6 +201,12 @@ def banner(run: Run) -> list[str]:
         f"warning: the checkpoint holds the state of callback {name}, which this run does not have"
         for name in run.resumed.unclaimed_states
     ]
+    lost = not_optimized(run.trained.named, run.optimizer)
+    if lost and not run.resumed.pending_optimizer:  # which the run may yet add
+        lines.append(
+            "warning: these parameters require a gradient, but no parameter group of the optimizer "
+            f"has them, so they are not trained: {list_names([*lost])}"
+        )
     warmup = warmup_length(run.config.schedule, plan.steps_per_epoch)
     if warmup > total_steps:
         lines.append(f"warning: the warm-up of {warmup} steps outlasts the run of {total_steps}")

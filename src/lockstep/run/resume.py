@@ -17,7 +17,9 @@ from lockstep.checkpoint import Checkpoint, CheckpointStore
 from lockstep.config import RunConfig
 from lockstep.data.fingerprint import differences, take_fingerprint
 from lockstep.data.loader import plan_for
+from lockstep.dist.agreement import check_same
 from lockstep.dist.batch_norm import SyncBatchNorm, has_batch_norm, synchronises_itself
+from lockstep.dist.collectives import Collectives
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.plan import (
     BatchPlan,
@@ -103,6 +105,12 @@ def choose_checkpoint(
             "use another output_dir, or pass the path of a checkpoint to resume",
         )
     return newest, rejected
+
+
+def check_same_choice(checkpoint: Checkpoint | None, purpose: str, world: Collectives) -> None:
+    """Refuse ranks that chose different checkpoints: nodes may list a folder late. Collective."""
+    chosen = f"{checkpoint.path.name} {checkpoint.meta.get('ledger')}" if checkpoint else "none"
+    check_same(f"checkpoints to {purpose}", chosen, world)
 
 
 def resumed_contract(

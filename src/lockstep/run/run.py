@@ -35,14 +35,20 @@ from lockstep.dist.batch_norm import synchronises_itself
 from lockstep.dist.ddp import Averaging, replicate, unwrap
 from lockstep.dist.environment import launched
 from lockstep.dist.same_state import REGISTER, check_registered, check_same_optimizer
-from lockstep.dist.trained import TrainedParameters, describe_changes, list_names, name_changes
+from lockstep.dist.trained import (
+    TrainedParameters,
+    describe_changes,
+    list_names,
+    name_changes,
+    not_optimized,
+)
 from lockstep.errors import CheckpointError, ConfigError, NonFiniteError
 from lockstep.exact.reducer import ExactReducer
 from lockstep.plan import Contract
 from lockstep.run.average import Averages
 from lockstep.run.progress import Progress
 from lockstep.run.rates import LearningRates
-from lockstep.run.resume import Resumed, changes_best
+from lockstep.run.resume import Resumed, changes_best, check_same_choice
 from lockstep.run.saved_run import check_saved_run, load_progress
 from lockstep.step.train_step import TrainStep
 from lockstep.step.update import new_non_finite_flag
@@ -297,11 +303,10 @@ class Run:
 
     def _check_optimized(self, names: list[str]) -> None:
         """Refuse trained parameters that the optimizer does not have."""
-        optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         parameters = dict(unwrap(self.model).named_parameters())
         own = {id(parameter) for parameter in parameters.values()}
         check_registered(self.optimizer, own, "the model", REGISTER)
-        lost = [name for name in names if id(parameters[name]) not in optimized]
+        lost = [name for name in not_optimized(parameters, self.optimizer) if name in names]
         if lost:
             raise ConfigError(
                 "these parameters now require a gradient, but no parameter group of the optimizer "
@@ -326,12 +331,13 @@ class Run:
         self.loader.seek(self.progress.step, self.progress.consumed)
 
     def rewind(self) -> int:
-        """Restore the weights of the newest checkpoint, but not its position in the data.
+        """Restore the newest checkpoint's weights, not its position in the data. Collective.
 
         Returns:
             The checkpoint's step.
         """
-        checkpoint, _ = self.store.latest(check_saved_run)
+        checkpoint, _ = together(self.world, lambda: self.store.latest(check_saved_run))
+        check_same_choice(checkpoint, "rewind to", self.world)
         if checkpoint is None:
             raise NonFiniteError(
                 "there is no checkpoint to rewind to", "set checkpoint.every_steps"

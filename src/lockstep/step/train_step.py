@@ -21,7 +21,7 @@ from lockstep.dist import position
 from lockstep.dist.agreement import is_shared
 from lockstep.dist.batch_norm import padding, refuse_changed_split, refuse_padding
 from lockstep.dist.ddp import has_other_buffers, sync_buffers_in_step, unwrap
-from lockstep.dist.trained import TrainedParameters
+from lockstep.dist.trained import TrainedParameters, not_optimized
 from lockstep.errors import LockstepError
 from lockstep.exact.contrastive import GatheredRows
 from lockstep.exact.reducer import ExactReducer
@@ -153,6 +153,8 @@ class TrainStep:
         self.votes = choose_votes(self.reduction, has_scaler=self.scaler is not None)
         self.run_passes = run_together if self.agree_on_memory else run_alone
         self.trained = self.trained or self.reduction.trained
+        named = self.trained.named if self.trained else {}
+        self.not_optimized = list(not_optimized(named, self.optimizer).values())
         # Exact mode merges the statistics of all ranks itself.
         is_later = self.buffers_later or self.exact_reducer is not None
         self.syncs_buffers = self.world.size > 1 and not is_later
@@ -162,6 +164,8 @@ class TrainStep:
         model, optimizer, world = self.model, self.optimizer, self.world
         reduction, update = self.reduction, self.update
         optimizer.zero_grad()  # of the last step, or of another network's loss
+        for parameter in self.not_optimized:  # exchanged with the others, in one bucket
+            parameter.grad = None
         try:
             self.check(batch)
             totals = self.total_weights(batch)
