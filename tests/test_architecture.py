@@ -317,7 +317,7 @@ ORDER = {
     "custom_loop": "callback data dist result step",
     "world": "callback custom_loop dist errors phases",
     "run": "callback checkpoint config data dist errors exact observe plan randomness run_files "
-    "schedule step task torch_compat world",
+    "schedule signals step task torch_compat world",
     "trainer": "callback config data dist errors exact result run schedule signals step task world",
 }
 
