@@ -253,7 +253,6 @@ class FaultCallback(Callback):
     def configure(self, task: Any, config: RunConfig, world: World) -> RunConfig:
         """Listen to the phases and collectives, from the building of the run on."""
         self.world = world
-        world.before_collective = self.before_collective
         world.phase.listeners.append(self.note_phase)
         return config
 
@@ -269,7 +268,9 @@ class FaultCallback(Callback):
         run.optimizer.register_step_pre_hook(lambda *_: armed.reach("before_update"))
 
     def note_phase(self, phase: Phase, begins: bool) -> None:
-        """Strike where a phase begins or ends."""
+        """Strike where a phase begins or ends; listen to collectives once `configure` is over."""
+        if (phase, begins) == ("open folder", True):
+            self.world.before_collective = self.before_collective
         points = {
             ("build model", False): "restore",
             ("data", True): "loader_next",
