@@ -501,10 +501,11 @@ def test_ctrl_c_while_ranks_import_their_script_is_quiet(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "script.py").write_text("import slow")
-    (tmp_path / "slow.py").write_text(SLOW_IMPORT)
+    note = "import os; open('rank_' + os.environ['RANK'], 'w').close()"
+    (tmp_path / "slow.py").write_text(f"{note}\n{SLOW_IMPORT}")
     monkeypatch.chdir(tmp_path)
     launched = start(*LAUNCH, "2", "script.py")
-    wait_until((tmp_path / "imports").exists, "the import")
+    wait_until(lambda: len([*tmp_path.glob("rank_*")]) == 2, "the import on both ranks")
     os.killpg(launched.pid, signal.SIGINT)
     assert launched.finish(60) == 130, launched.text
     lines = launched.text.splitlines()
