@@ -3,14 +3,17 @@
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from lockstep.harness.command import RunningCommand, follow
+from lockstep.harness import command as command_module
+from lockstep.harness.command import RunningCommand, ending_on_signals, follow
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 
@@ -98,3 +101,34 @@ def test_after_a_failure_the_other_commands_may_end_by_themselves(tmp_path: Path
         assert other.code == 4
     finally:
         other.close()
+
+
+def test_a_signal_while_a_command_is_started_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler raises inside Popen, once the process exists."""
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            started.append(self.pid)
+            signal.raise_signal(signal.SIGHUP)
+
+    monkeypatch.setattr(command_module.subprocess, "Popen", Interrupted)
+    with pytest.raises(SystemExit), ending_on_signals():
+        RunningCommand(["sleep", "100"], {}, tmp_path / "output.txt")
+    (left,) = started
+    assert not psutil.pid_exists(left)
+
+
+def test_what_a_command_prints_at_once_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(subprocess.Popen[bytes]):
+        def __init__(self, *words: Any, **options: Any) -> None:
+            super().__init__(*words, **options)
+            self.wait()  # it has printed before this process goes on
+
+    monkeypatch.setattr(command_module.subprocess, "Popen", Late)
+    assert RunningCommand(["echo", "told"], {}, tmp_path / "output.txt").text == "told\n"

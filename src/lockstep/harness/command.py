@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -28,6 +30,10 @@ GRACE_S = 5.0
 """How long ranks may continue after one of them has failed."""
 
 
+ENDING_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+"""The signals on which a tool ends its commands."""
+
+
 @contextlib.contextmanager
 def ending_on_signals() -> Iterator[None]:
     """Leave the block on SIGTERM or SIGHUP as on Ctrl-C, so that its commands are ended."""
@@ -41,6 +47,25 @@ def ending_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _held_signals() -> Iterator[set[Any]]:
+    """Let signals that end a tool wait inside the block; yield the mask from before it.
+
+    An exception of a handler inside `Popen` would leave a process that nobody knows.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin(mask: set[Any]) -> None:
+    """Prepare the process of a command, before it becomes the command."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    end_with_parent()
 
 
 class RunningCommand:
@@ -66,7 +91,8 @@ class RunningCommand:
         self.began = time.time()
         self.output = output
         self.family: set[psutil.Process] = set()
-        with output.open("ab") as file:
+        with output.open("ab") as file, _held_signals() as before:
+            self._offset = file.tell()
             try:
                 self.process = subprocess.Popen(
                     list(words),
@@ -76,7 +102,7 @@ class RunningCommand:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=end_with_parent,
+                    preexec_fn=partial(_begin, before),
                 )
             except OSError as error:
                 raise LaunchError(
@@ -84,7 +110,8 @@ class RunningCommand:
                     "write the command after -- as you would type it; for a shell line, write "
                     "bash -c 'LINE'",
                 ) from None
-        self._offset = output.stat().st_size
+            if signal.sigpending() & ENDING_SIGNALS:  # this process ends when they are released
+                self.close()
 
     @property
     def code(self) -> int | None:
