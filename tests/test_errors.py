@@ -81,7 +81,7 @@ def run_script(tmp_path: Path, warm_programs: Path) -> Script:
     return run
 
 
-TRITON_REPORT = re.compile(r"nanobind: leaked .*?/refleaks\.html\n", re.DOTALL)
+TRITON_REPORT = re.compile(r"nanobind: leaked .*?/refleaks\.html\n?", re.DOTALL)
 """What triton prints when a process ends that has imported it, as torch 2.15 with CUDA does."""
 REFUSED = """
 from lockstep import RunConfig, fit
